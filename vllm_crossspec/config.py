@@ -1,0 +1,181 @@
+"""Our part of ``--speculative-config``: what users may write, checked before anything is loaded.
+
+A dictionary is ours when its method is ours alone (``whiflash``), or when it is ``eagle3`` or ``dflash`` with any of
+our keys (``tree``, ``verification``). Everything else is vLLM's own and stays untouched.
+"""
+
+import difflib
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vllm_crossspec.drafters.base import drafter_kind, drafter_kinds
+
+ADDITIONAL_CONFIG_KEY = "crossspec"
+"""Where the resolved settings ride to the workers, inside vLLM's ``additional_config``."""
+
+META_METHODS = ("whiflash",)
+OUR_KEYS = ("tree", "verification", "drafters", "router")
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class TreeConfig(_Model):
+    """How a drafter's candidates become a draft."""
+
+    type: Literal["chain"] = Field("chain", description="chain: the drafter's first choice at every position")
+
+
+class RouterConfig(_Model):
+    """Which drafter drafts for a request in a round."""
+
+    policy: Literal["fixed"] = Field("fixed", description="fixed: always the drafter named by `drafter`")
+    drafter: str = Field(description="name of the drafter, a key of `drafters`")
+
+
+class DrafterConfig(_Model):
+    """One drafter.
+
+    Attributes:
+        kind: entry of the drafter registry (``eagle3``, ``dflash``).
+        model: folder or hub id of its checkpoint.
+        num_speculative_tokens: most tokens that it drafts in a round; None before it is resolved.
+        tree: what its candidates become.
+        target_layers: target layers that it taps in vLLM's numbering; empty before they are resolved.
+        native: keys that vLLM's own SpeculativeConfig understands, handed through.
+    """
+
+    kind: str
+    model: str = Field(min_length=1)
+    num_speculative_tokens: int | None = Field(None, ge=1)
+    tree: TreeConfig = TreeConfig()
+    target_layers: tuple[int, ...] = ()
+    native: dict[str, Any] = {}
+
+
+class CrossSpecConfig(_Model):
+    """The whole of our settings.
+
+    Attributes:
+        method: as the user wrote it.
+        drafters: by name; the first is the one whose vLLM method carries the engine.
+        router: None where there is one drafter.
+        verification: how drafts are verified; ``rejection`` is vLLM's own rejection sampler.
+        num_speculative_tokens: draft tokens that the scheduler plans for; None before it is resolved.
+    """
+
+    method: str
+    drafters: dict[str, DrafterConfig]
+    router: RouterConfig | None = None
+    verification: Literal["rejection"] = "rejection"
+    num_speculative_tokens: int | None = Field(None, ge=1)
+
+    @property
+    def active(self) -> str:
+        """Name of the drafter that drafts."""
+        return self.router.drafter if self.router else next(iter(self.drafters))
+
+
+def is_ours(raw: Mapping[str, Any], native_methods: Collection[str]) -> bool:
+    """Whether this speculative config is for our proposers.
+
+    Raises:
+        ValueError: the method is neither vLLM's nor ours.
+    """
+    method = raw.get("method")
+    if method in META_METHODS:
+        return True
+    if method is not None and method not in native_methods:
+        known = sorted({*native_methods, *META_METHODS})
+        raise ValueError(f"speculative_config: unknown method {method!r}{_nearest(str(method), known)}")
+    return method in drafter_kinds() and any(key in raw for key in OUR_KEYS)
+
+
+def parse(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSpecConfig:
+    """Check the user's dictionary and give it its types.
+
+    Args:
+        raw: as written after ``--speculative-config``.
+        native_keys: fields of vLLM's own SpeculativeConfig, handed through to it.
+
+    Raises:
+        ValueError: one sentence that names the key and what it should be.
+    """
+    method = raw["method"]
+    if method not in META_METHODS:
+        for key in ("drafters", "router"):
+            if key in raw:
+                raise ValueError(f"speculative_config.{key} belongs to method {META_METHODS[0]!r}, not to {method!r}")
+        drafter = _drafter(method, {k: v for k, v in raw.items() if k not in ("method", "verification")}, "", native_keys)
+        top = {k: raw[k] for k in ("num_speculative_tokens", "verification") if k in raw}
+        return _build(CrossSpecConfig, {"method": method, "drafters": {method: drafter}, **top}, "")
+    return _parse_meta(raw, native_keys)
+
+
+def _parse_meta(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSpecConfig:
+    known = ("method", "num_speculative_tokens", "drafters", "router", "verification")
+    _check_keys(raw, known, "")
+    drafters = raw.get("drafters")
+    if not isinstance(drafters, Mapping) or not drafters:
+        raise ValueError(
+            'speculative_config.drafters must name at least one drafter, as in {"eagle3": {"model": "FOLDER"}}'
+        )
+    named = {}
+    for name, settings in drafters.items():
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"speculative_config.drafters.{name} must be an object with a `model`")
+        settings = dict(settings)
+        kind = settings.pop("type", name)
+        named[name] = _drafter(kind, settings, f"drafters.{name}.", native_keys)
+    router = raw.get("router", {"policy": "fixed", "drafter": next(iter(named))})
+    fields = {k: raw[k] for k in ("num_speculative_tokens", "verification") if k in raw}
+    config = _build(CrossSpecConfig, {"method": raw["method"], "drafters": named, "router": router, **fields}, "")
+    if config.active not in named:
+        raise ValueError(
+            f"speculative_config.router.drafter is {config.active!r}, which is none of drafters{_nearest(config.active, named)}"
+        )
+    return config
+
+
+def _drafter(kind: str, raw: Mapping[str, Any], path: str, native_keys: Collection[str]) -> DrafterConfig:
+    drafter_kind(kind, f"speculative_config.{path}type")
+    ours = ("model", "num_speculative_tokens", "tree")
+    native = [k for k in native_keys if k not in ("method", *ours)]
+    _check_keys(raw, (*ours, *native), path)
+    if "model" not in raw:
+        raise ValueError(f"speculative_config.{path}model is missing; give the drafter's folder or hub id")
+    fields = {k: raw[k] for k in ours if k in raw}
+    return _build(DrafterConfig, {"kind": kind, **fields, "native": {k: raw[k] for k in raw if k not in ours}}, path)
+
+
+def _check_keys(raw: Mapping[str, Any], known: Collection[str], path: str) -> None:
+    for key in raw:
+        if key not in known:
+            raise ValueError(f"speculative_config: unknown key {path + key!r}{_nearest(key, known)}")
+
+
+def _build(model: type[BaseModel], fields: dict[str, Any], path: str) -> Any:
+    try:
+        return model(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        known: list[str] = []
+        if first["type"] == "extra_forbidden":
+            owner = {"tree": TreeConfig, "router": RouterConfig}.get(str(first["loc"][0]))
+            known = list(owner.model_fields) if owner else []
+            raise ValueError(
+                f"speculative_config: unknown key {path + where!r}{_nearest(str(first['loc'][-1]), known)}"
+            ) from None
+        message = first["msg"][0].lower() + first["msg"][1:]
+        raise ValueError(f"speculative_config.{path}{where}: {message} (got {first['input']!r})") from None
+
+
+def _nearest(word: str, known: Collection[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    if close:
+        return f"; did you mean {close[0]!r}?"
+    return f"; known: {', '.join(sorted(known))}" if known else ""

@@ -1,0 +1,72 @@
+"""The registry of drafters: a kind of drafter is one entry here, one folder beside it, and one proposer."""
+
+import difflib
+from importlib import import_module
+from typing import Any, NamedTuple
+
+
+class DrafterKind(NamedTuple):
+    """One kind of drafter.
+
+    Attributes:
+        name: as users write it.
+        carrier: vLLM's own method whose configuration carries this drafter through the engine.
+        checkpoint: module with ``read_facts(config: dict, folder_or_id: str, target: TargetFacts) -> DrafterFacts``.
+        proposer: ``module:class`` of its proposer.
+        reads_target_slots: its first pass reads the target's slot mappings, which a later drafter may overwrite;
+            such drafters run first.
+    """
+
+    name: str
+    carrier: str
+    checkpoint: str
+    proposer: str
+    reads_target_slots: bool
+
+    def load_checkpoint_module(self) -> Any:
+        """The module that reads this kind's checkpoints."""
+        return import_module(self.checkpoint)
+
+    def load_proposer(self) -> Any:
+        """The proposer's class; imports vLLM."""
+        module, _, name = self.proposer.partition(":")
+        return getattr(import_module(module), name)
+
+
+_KINDS = {
+    kind.name: kind
+    for kind in (
+        DrafterKind(
+            name="eagle3",
+            carrier="eagle3",
+            checkpoint="vllm_crossspec.drafters.eagle3.checkpoint",
+            proposer="vllm_crossspec.engine.proposers.eagle3:Eagle3Proposer",
+            reads_target_slots=True,
+        ),
+        DrafterKind(
+            name="dflash",
+            carrier="dflash",
+            checkpoint="vllm_crossspec.drafters.dflash.checkpoint",
+            proposer="vllm_crossspec.engine.proposers.dflash:DFlashProposer",
+            reads_target_slots=False,
+        ),
+    )
+}
+
+
+def drafter_kinds() -> tuple[str, ...]:
+    """Names of all kinds of drafter."""
+    return tuple(_KINDS)
+
+
+def drafter_kind(name: str, key: str) -> DrafterKind:
+    """The kind called ``name``.
+
+    Raises:
+        ValueError: there is none; the sentence names ``key`` and the nearest kind.
+    """
+    if name not in _KINDS:
+        close = difflib.get_close_matches(str(name), _KINDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(_KINDS)}"
+        raise ValueError(f"{key}: no drafter is called {name!r}; {hint}")
+    return _KINDS[name]

@@ -1,0 +1,125 @@
+"""Reading a drafter's folder: its config.json, and whether its weight files are whole. No tensor is loaded."""
+
+import json
+import os
+import zipfile
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import PretrainedConfig
+
+from vllm_crossspec.drafters.base import drafter_kind
+from vllm_crossspec.types import DrafterFacts, TargetFacts
+
+
+def check_drafter(kind: str, model: str, key: str, target: TargetFacts, revision: str | None = None) -> DrafterFacts:
+    """Read what the checkpoint says of itself and see that it fits ``target``.
+
+    Args:
+        kind: of the drafter, a registry entry.
+        model: local folder or hub id.
+        key: of the speculative config that named it, for messages.
+
+    Raises:
+        ValueError: one sentence naming ``key`` and what is wrong: no such folder, not a drafter of this kind, another
+            target's, or damaged weight files.
+    """
+    config = read_config(model, key, revision)
+    facts = drafter_kind(kind, key).load_checkpoint_module().read_facts(config, key, target)
+    _check_fits(facts, key, target)
+    if Path(model).expanduser().is_dir():
+        check_weight_files(Path(model).expanduser(), key)
+    return facts
+
+
+def read_config(model: str, key: str, revision: str | None = None) -> dict[str, Any]:
+    """The raw config.json of a local folder or of a hub repository."""
+    folder = Path(model).expanduser()
+    looks_local = model.startswith(("/", "./", "../", "~")) or model.count("/") > 1 or "/" not in model
+    if looks_local and not folder.is_dir():
+        raise ValueError(f"{key}: there is no folder {model!r}; give the drafter's folder or a hub id like ORG/NAME")
+    if folder.is_dir():
+        file = folder / "config.json"
+        if not file.is_file():
+            raise ValueError(f"{key}: {model} has no config.json; it is not a checkpoint folder")
+        try:
+            config: dict[str, Any] = json.loads(file.read_text())
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{key}: {file} is not valid JSON ({error})") from None
+        return config
+    try:
+        config, _ = PretrainedConfig.get_config_dict(model, revision=revision)
+    except OSError:
+        offline = os.environ.get("HF_HUB_OFFLINE") == "1"
+        why = "it is not in the local cache and HF_HUB_OFFLINE=1 forbids the hub" if offline else "the hub has none"
+        raise ValueError(f"{key}: no config.json for {model!r}; {why}; give a local folder") from None
+    return config
+
+
+def check_weight_files(folder: Path, key: str) -> None:
+    """See that every weight file of ``folder`` is there and whole, by its header alone."""
+    files = sorted(folder.glob("*.safetensors"))
+    for index in folder.glob("*.safetensors.index.json"):
+        named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+        missing = sorted(named - set(files))
+        if missing:
+            raise ValueError(f"{key}: {missing[0]} is named by {index.name} but not there; copy the checkpoint again")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                opened.keys()
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{key}: {file} is damaged or cut short ({error}); copy it again") from None
+    bins = sorted(folder.glob("*.bin")) if not files else []
+    for file in bins:
+        if not zipfile.is_zipfile(file) and file.stat().st_size < 1024:
+            raise ValueError(f"{key}: {file} is damaged or cut short; copy it again")
+    if not files and not bins:
+        raise ValueError(f"{key}: {folder} holds no .safetensors or .bin weights")
+
+
+def _check_fits(facts: DrafterFacts, key: str, target: TargetFacts) -> None:
+    if facts.target_hidden_size != target.hidden_size:
+        raise ValueError(
+            f"{key}: this drafter reads states of width {facts.target_hidden_size}, but {target.name} has hidden "
+            f"size {target.hidden_size}; it was trained for another target"
+        )
+    if facts.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"{key}: this drafter has a vocabulary of {facts.vocab_size} tokens, but {target.name} has "
+            f"{target.vocab_size}; it was trained for another target"
+        )
+    if facts.draft_vocab_size > facts.vocab_size:
+        raise ValueError(
+            f"{key}: draft_vocab_size {facts.draft_vocab_size} is larger than the vocabulary ({facts.vocab_size})"
+        )
+    bad = [layer for layer in facts.target_layers if not 0 <= layer <= target.num_layers]
+    if bad or not facts.target_layers:
+        raise ValueError(
+            f"{key}: this drafter taps target layers {list(facts.target_layers)}, but {target.name} has "
+            f"{target.num_layers}; it was trained for another target"
+        )
+    if facts.mask_token_id is not None and not 0 <= facts.mask_token_id < target.vocab_size:
+        raise ValueError(f"{key}: mask_token_id {facts.mask_token_id} is outside the vocabulary of {target.name}")
+
+
+def layer_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The part of a config that describes the drafter's layers: nested in speculators' format, else all of it."""
+    nested = config.get("transformer_layer_config")
+    return nested if isinstance(nested, dict) else config
+
+
+def require(config: dict[str, Any], name: str, key: str) -> Any:
+    """``config[name]``, or a sentence that it is missing."""
+    value = config.get(name)
+    if value is None:
+        raise ValueError(f"{key}: config.json has no {name!r}; it is not a checkpoint of this drafter")
+    return value
+
+
+def proposal_tokens(config: dict[str, Any]) -> int | None:
+    """Draft tokens that a speculators checkpoint recommends, if it does."""
+    methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    tokens = methods[0].get("speculative_tokens")
+    return int(tokens) if tokens else None

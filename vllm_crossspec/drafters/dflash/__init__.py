@@ -1,0 +1,1 @@
+"""DFlash (block diffusion): target states as the drafter's key/value context, one non-causal pass over a block."""

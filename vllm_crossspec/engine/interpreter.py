@@ -1,0 +1,39 @@
+"""What Triton's interpreter needs to run vLLM's kernels on a machine without a GPU.
+
+Development only. Each mend restores what a compiled kernel does; both the plain engine and ours run with them.
+"""
+
+import types
+
+
+def mend() -> None:
+    """Mend the interpreter's masks and the one external function that vLLM's samplers call."""
+    _accept_integer_masks()
+    _provide_log1p()
+
+
+def _accept_integer_masks() -> None:
+    """A mask made by chaining ``&`` comes out as an integer in the interpreter, which then refuses it."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    if getattr(builder, "_crossspec_masks", False):
+        return
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def as_bool(mask):
+        if mask is not None and mask.data.dtype != bool:
+            return interpreter.TensorHandle(mask.data != 0, interpreter.tl.int1)
+        return mask
+
+    builder.create_masked_load = lambda self, ptr, mask, *rest: load(self, ptr, as_bool(mask), *rest)
+    builder.create_masked_store = lambda self, ptr, value, mask, *rest: store(self, ptr, value, as_bool(mask), *rest)
+    builder._crossspec_masks = True
+
+
+def _provide_log1p() -> None:
+    """libdevice functions answer None in the interpreter; vLLM's rejection sampler uses one of them."""
+    import vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils as utils
+    from triton import language as tl
+
+    utils.tldevice = types.SimpleNamespace(log1p=lambda x: tl.log(1.0 + x))

@@ -1,0 +1,44 @@
+"""Building a drafter's model so that several can live beside one target."""
+
+from torch import nn
+from vllm.compilation.backends import set_model_tag
+from vllm.config import VllmConfig, replace
+from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.utils import get_draft_load_config
+from vllm.v1.worker.gpu.spec_decode.eagle.utils import (
+    _should_share,
+    get_target_lm_head,
+    maybe_share_target_embed,
+)
+from vllm.v1.worker.gpu.spec_decode.utils import get_pp_safe_draft_load_config
+
+
+def load_drafter(target_model: nn.Module, vllm_config: VllmConfig, name: str, tag: str) -> nn.Module:
+    """Load the draft model of ``vllm_config.speculative_config`` under a layer prefix of its own.
+
+    vLLM keeps one table of layers by name for target and drafters alike, and numbers a drafter's layers after the
+    target's: two drafters would collide without the prefix. Embedding and output head are the target's unless the
+    checkpoint has its own (as in vLLM's loaders for its single drafters).
+
+    Args:
+        target_model: loaded.
+        vllm_config: whose ``speculative_config`` is this drafter's, with its attention settings already laid over.
+        name: of the drafter.
+        tag: of vLLM's compile cache for this kind of model.
+    """
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
+    load_config = get_pp_safe_draft_load_config(get_draft_load_config(vllm_config))
+    vllm_config = replace(vllm_config, load_config=load_config)
+    with set_model_tag(tag):
+        model = get_model(
+            vllm_config=vllm_config, model_config=speculative.draft_model_config, prefix=f"drafter_{name}"
+        )
+    language_model = target_model.get_language_model() if hasattr(target_model, "get_language_model") else target_model
+    maybe_share_target_embed(model, model.model, getattr(language_model, "model", language_model))
+    head = get_target_lm_head(target_model, language_model)
+    own_head = getattr(model, "lm_head", None)
+    if head is not None and not getattr(model.config, "has_own_lm_head", False):
+        if _should_share(model, "has_own_lm_head", own_head, head):
+            model.lm_head = head
+    return model

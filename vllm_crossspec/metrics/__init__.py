@@ -1,0 +1,1 @@
+"""Figures of a run: counted on the device, read without stopping it."""

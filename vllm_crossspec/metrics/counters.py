@@ -1,0 +1,63 @@
+"""Acceptance by drafter, kept on the device."""
+
+from typing import Any
+
+import torch
+
+from vllm_crossspec.metrics.kernel import record_acceptance
+
+
+class AcceptanceCounters:
+    """Drafts, draft tokens, accepted tokens and accepted tokens per position, for every drafter.
+
+    They count what the device verified. Under async scheduling that includes the one round in flight when a request
+    ends, whose tokens vLLM drops; vLLM's own ``vllm:spec_decode_*`` counters leave it out.
+
+    Args:
+        names: of the drafters.
+        max_num_reqs: S, request slots of the engine.
+        num_positions: K, draft tokens of the longest drafter.
+        device: where the counters live.
+    """
+
+    def __init__(self, names: tuple[str, ...], max_num_reqs: int, num_positions: int, device: torch.device):
+        self.names, self.num_positions = names, num_positions
+        self.counts = torch.zeros(len(names), 3 + num_positions, dtype=torch.int64, device=device)
+        self.drafted_by = torch.full((max_num_reqs,), -1, dtype=torch.int32, device=device)
+
+    def mark_drafted(self, idx_mapping: torch.Tensor, drafter: int) -> None:
+        """Note that ``drafter`` drafted for these slots; int [R]."""
+        self.drafted_by[idx_mapping] = drafter
+
+    def record(
+        self,
+        idx_mapping: torch.Tensor,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        num_computed: torch.Tensor,
+        prefill_len: torch.Tensor,
+    ) -> None:
+        """Add the verdicts of a step (see ``kernel.record_acceptance``)."""
+        record_acceptance(
+            self.counts, self.drafted_by, idx_mapping, num_sampled, num_rejected, num_computed, prefill_len
+        )
+
+    def snapshot(self) -> dict[str, dict[str, Any]]:
+        """The counters as numbers, by drafter; waits for the device.
+
+        Returns:
+            {name: {drafts, draft_tokens, accepted_tokens, accepted_per_position: [K]}}.
+        """
+        return self.describe(self.counts.cpu())
+
+    def describe(self, counts: torch.Tensor) -> dict[str, dict[str, Any]]:
+        """Name the columns of a host copy of the counters."""
+        return {
+            name: {
+                "drafts": row[0],
+                "draft_tokens": row[1],
+                "accepted_tokens": row[2],
+                "accepted_per_position": row[3:],
+            }
+            for name, row in zip(self.names, counts.tolist(), strict=True)
+        }

@@ -1,0 +1,77 @@
+"""The acceptance counters as one launch."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _record_acceptance_kernel(
+    counts_ptr,  # int64 [num_drafters, 3 + K]
+    counts_stride,
+    drafted_by_ptr,  # int32 [S]
+    idx_mapping_ptr,  # int [R]
+    num_sampled_ptr,  # int32 [R]
+    num_rejected_ptr,  # int32 [R]
+    num_computed_ptr,  # int32 [S]
+    prefill_len_ptr,  # int32 [S]
+    num_positions,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    slot = tl.load(idx_mapping_ptr + row).to(tl.int64)
+    if slot < 0:
+        return
+    drafter = tl.load(drafted_by_ptr + slot)
+    tl.store(drafted_by_ptr + slot, -1)
+    sampled = tl.load(num_sampled_ptr + row)
+    drafted = sampled + tl.load(num_rejected_ptr + row) - 1
+    start = tl.load(num_computed_ptr + slot) - sampled
+    if (drafter < 0) | (drafted <= 0) | (start < tl.load(prefill_len_ptr + slot)):
+        return
+    base = counts_ptr + drafter.to(tl.int64) * counts_stride
+    accepted = sampled - 1
+    tl.atomic_add(base, 1)
+    tl.atomic_add(base + 1, drafted.to(tl.int64))
+    tl.atomic_add(base + 2, accepted.to(tl.int64))
+    position = tl.arange(0, BLOCK)
+    one = tl.full((BLOCK,), 1, tl.int64)
+    tl.atomic_add(base + 3 + position, one, mask=(position < accepted) & (position < num_positions))
+
+
+def record_acceptance(
+    counts: torch.Tensor,
+    drafted_by: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    num_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+    num_computed: torch.Tensor,
+    prefill_len: torch.Tensor,
+) -> None:
+    """Add the verdict on every request's last draft to its drafter's counters; one launch, no sync.
+
+    A row counts if its slot was drafted for since the last verdict and its step began past the prompt: the
+    scheduler pads other rows with placeholder drafts that nobody made.
+
+    Args:
+        counts: int64 [drafters, 3 + K]: drafts, draft tokens, accepted tokens, accepted at each position.
+        drafted_by: int32 [S] drafter that last drafted for the slot, -1 for none; cleared here.
+        idx_mapping: int [R] slot of each row; negative rows are padding.
+        num_sampled: int32 [R] accepted tokens of the step, the bonus token included.
+        num_rejected: int32 [R].
+        num_computed: int32 [S] computed tokens after the step.
+        prefill_len: int32 [S] prompt length (and what a preempted request had generated).
+    """
+    num_positions = counts.shape[1] - 3
+    _record_acceptance_kernel[(idx_mapping.shape[0],)](
+        counts,
+        counts.stride(0),
+        drafted_by,
+        idx_mapping,
+        num_sampled,
+        num_rejected,
+        num_computed,
+        prefill_len,
+        num_positions,
+        BLOCK=triton.next_power_of_2(num_positions),
+    )

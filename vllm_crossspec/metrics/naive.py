@@ -1,0 +1,29 @@
+"""The acceptance counters in plain PyTorch: the truth that the kernel is tested against."""
+
+import torch
+
+
+def record_acceptance(
+    counts: torch.Tensor,
+    drafted_by: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    num_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+    num_computed: torch.Tensor,
+    prefill_len: torch.Tensor,
+) -> None:
+    """See :func:`vllm_crossspec.metrics.kernel.record_acceptance`."""
+    for row, slot in enumerate(idx_mapping.tolist()):
+        if slot < 0:
+            continue
+        drafter = int(drafted_by[slot])
+        sampled, drafted = int(num_sampled[row]), int(num_sampled[row] + num_rejected[row]) - 1
+        drafted_by[slot] = -1
+        starts_in_prompt = int(num_computed[slot]) - sampled < int(prefill_len[slot])
+        if drafter < 0 or drafted <= 0 or starts_in_prompt:
+            continue
+        accepted = sampled - 1
+        counts[drafter, 0] += 1
+        counts[drafter, 1] += drafted
+        counts[drafter, 2] += accepted
+        counts[drafter, 3 : 3 + accepted] += 1

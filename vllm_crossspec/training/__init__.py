@@ -1,0 +1,1 @@
+"""Training of what the plugin serves: the pocket target and its drafters. Nothing here imports vLLM."""

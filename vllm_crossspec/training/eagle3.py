@@ -1,0 +1,279 @@
+"""EAGLE-3 for a frozen target: training-time test over the target's own responses, SafeAILab's checkpoint format.
+
+Our own recipe, because the ``speculators`` library (0.9.0) trains on accelerators only: its trainer moves model and
+batches to device 0 and its default attention, FlexAttention, has no backward pass on CPU.
+
+What inference does, and training therefore too. The entry at position p joins the target's features of p (the
+residual stream after layers 2, n//2 and n-3, fused by ``fc``) with the embedding of the token at p + 1, is rotated
+to position p, and predicts the token at p + 2. A draft that begins at p sees the entries of all positions up to p;
+step s > 0 stands at position p + s, takes as features the un-normed output of step s - 1, and sees besides only the
+steps of its own draft. The output is normed for the head alone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from vllm_crossspec.training.acceptance import measure, report
+from vllm_crossspec.training.blocks import MLP, RMSNorm, draft_attention, initialise, rotate, write_drafter
+from vllm_crossspec.training.generations import (
+    Batch,
+    Generation,
+    generation_batches,
+    read_generations,
+    sample_anchors,
+)
+from vllm_crossspec.training.loop import LoopConfig, Trainer
+from vllm_crossspec.training.states import FrozenTarget, States, load_target
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Config:
+    """Shape and recipe of the drafter; what is not here (hidden size, heads, rotary base) is the target's.
+
+    Attributes:
+        intermediate_size: of the MLP.
+        draft_vocab_size: the drafter knows only the so many most frequent tokens of the responses.
+        num_steps: drafted tokens that training unrolls, and that the held-out acceptance is measured with.
+        step_decay: weight of step s is ``step_decay ** s``.
+        teacher_temperature: the target's distribution is sharpened with it; 1 is the target's own.
+        rows_per_step: responses of one optimizer step.
+        anchors_per_row: drafts of one response in one optimizer step.
+        bfloat16: compute under bfloat16 autocast (weights stay float32).
+        eval_rows: at most so many held-out responses.
+    """
+
+    intermediate_size: int = 768
+    draft_vocab_size: int = 3072
+    num_steps: int = 7
+    step_decay: float = 0.8
+    teacher_temperature: float = 1.0
+    rows_per_step: int = 16
+    anchors_per_row: int = 48
+    bfloat16: bool = True
+    eval_rows: int = 96
+
+
+class _Attention(nn.Module):
+    def __init__(self, hidden: int, heads: int, kv_heads: int, dim: int):
+        super().__init__()
+        self.q_proj = nn.Linear(2 * hidden, heads * dim, bias=False)
+        self.k_proj = nn.Linear(2 * hidden, kv_heads * dim, bias=False)
+        self.v_proj = nn.Linear(2 * hidden, kv_heads * dim, bias=False)
+        self.o_proj = nn.Linear(heads * dim, hidden, bias=False)
+
+
+class _Layer(nn.Module):
+    def __init__(self, hidden: int, inner: int, heads: int, kv_heads: int, dim: int, eps: float):
+        super().__init__()
+        self.self_attn = _Attention(hidden, heads, kv_heads, dim)
+        self.mlp = MLP(hidden, inner)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+
+
+def tap_layers(depth: int) -> tuple[int, int, int]:
+    """The target layers that EAGLE-3 reads when its config names none: those that vLLM takes, too."""
+    return (2, depth // 2, depth - 3)
+
+
+class Eagle3Drafter(nn.Module):
+    """The drafter, with the parameter names of the public format. The embedding is the target's and stays outside.
+
+    Args:
+        target: configuration of the target (transformers).
+        kept: int64 [draft vocabulary], the target's ids of the drafter's tokens, rising.
+    """
+
+    def __init__(self, config: Eagle3Config, target, kept: torch.Tensor, seed: int):
+        super().__init__()
+        hidden, self.heads, self.kv_heads = target.hidden_size, target.num_attention_heads, target.num_key_value_heads
+        self.dim = getattr(target, "head_dim", None) or hidden // self.heads
+        self.theta = target.rope_parameters["rope_theta"]
+        self.fc = nn.Linear(3 * hidden, hidden, bias=False)
+        self.midlayer = _Layer(
+            hidden, config.intermediate_size, self.heads, self.kv_heads, self.dim, target.rms_norm_eps
+        )
+        self.norm = RMSNorm(hidden, target.rms_norm_eps)
+        self.lm_head = nn.Linear(hidden, len(kept), bias=False)
+        self.register_buffer("kept", kept)
+        initialise(self, seed)
+
+    def _heads(self, projection: nn.Linear, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        x = projection(x).unflatten(-1, (-1, self.dim))
+        return x if positions is None else rotate(x, positions, self.theta)
+
+    def _join(self, embedded: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(features)], dim=-1)
+
+    def unroll(
+        self, states: States, tokens: torch.Tensor, embedding: torch.Tensor, anchors: torch.Tensor, num_steps: int,
+        *, own_tokens: bool = False,
+    ) -> Iterator[torch.Tensor]:  # fmt: skip
+        """Draft ``num_steps`` tokens from every anchor.
+
+        Args:
+            states: of ``tokens``.
+            tokens: int64 [B, T].
+            embedding: the target's, [V, H].
+            anchors: int64 [B, A]; anchor p stands for the entry (features of p, token p + 1), p + 1 < T.
+            own_tokens: feed back the drafter's own choices, as inference does, instead of the response's tokens.
+
+        Yields:
+            At step s the logits [B, A, draft vocabulary] of the token at p + 2 + s.
+        """
+        layer, attention = self.midlayer, self.midlayer.self_attn
+        features = self.fc(states.taps[:, :-1])
+        joined = self._join(F.embedding(tokens[:, 1:], embedding), features)
+        places = torch.arange(joined.shape[1])
+        context = (self._heads(attention.k_proj, joined, places), self._heads(attention.v_proj, joined, None))
+        rows = torch.arange(len(tokens))[:, None]
+        current, x = features[rows, anchors], joined[rows, anchors]
+        own_keys: list[torch.Tensor] = []
+        own_values: list[torch.Tensor] = []
+        for step in range(num_steps):
+            if step:
+                x = self._join(F.embedding(following, embedding), current)
+                own_keys.append(self._heads(attention.k_proj, x, anchors + step))
+                own_values.append(self._heads(attention.v_proj, x, None))
+            query = self._heads(attention.q_proj, x, anchors + step)[:, :, None]
+            own = (torch.stack(own_keys, 2), torch.stack(own_values, 2)) if step else None
+            seen = draft_attention(query, context, anchors + 1, own)[:, :, 0]
+            current = current + attention.o_proj(seen)
+            current = current + layer.mlp(layer.post_attention_layernorm(current))
+            logits = self.lm_head(self.norm(current))
+            yield logits
+            if own_tokens:
+                following = self.kept[logits.argmax(-1)]
+            else:
+                following = tokens[rows, (anchors + 2 + step).clamp(max=tokens.shape[1] - 1)]
+
+
+def eagle3_loss(
+    model: Eagle3Drafter, target: FrozenTarget, batch: Batch, config: Eagle3Config, generator: torch.Generator
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Cross-entropy with the target's distribution at every unrolled step, in nats a token.
+
+    As in the public recipe a place counts only where the target's most likely token is in the draft vocabulary.
+    """
+    states = target.states(batch.tokens)
+    # The first draft starts when the first response token is known: its entry stands one position earlier.
+    anchors, real = sample_anchors(batch, -1, config.anchors_per_row, generator)
+    teacher = target.log_probs(states.last, config.teacher_temperature)
+    top = teacher.argmax(-1)
+    known = torch.zeros(teacher.shape[-1], dtype=torch.bool)
+    known[model.kept] = True
+    teacher = teacher[..., model.kept].log_softmax(-1).exp()
+    rows = torch.arange(len(anchors))[:, None]
+    total, weight, hits = torch.zeros(()), 0.0, []
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.bfloat16):
+        steps = model.unroll(states, batch.tokens, target.embedding, anchors, config.num_steps)
+        for step, logits in enumerate(steps):
+            source = (anchors + 1 + step).clamp(max=batch.tokens.shape[1] - 1)
+            valid = real & (anchors + 2 + step < batch.ends[:, None]) & known[top[rows, source]]
+            loss = F.cross_entropy(logits[valid].float(), teacher[rows, source][valid], reduction="sum")
+            total = total + config.step_decay**step * loss / valid.sum().clamp(min=1)
+            weight += config.step_decay**step
+            hit = (model.kept[logits.detach().argmax(-1)] == top[rows, source])[valid]
+            hits.append(hit.float().mean().item() if len(hit) else 0.0)
+    return total / weight, {"hit_1": hits[0], f"hit_{len(hits)}": hits[-1]}
+
+
+def draft_vocabulary(rows: list[Generation], size: int, vocab_size: int) -> tuple[torch.Tensor, float]:
+    """The ``size`` most frequent response tokens (int64, rising) and the share of the responses they cover."""
+    counts = torch.bincount(torch.tensor([t for r in rows for t in r.response_ids]), minlength=vocab_size)
+    # Ties go to the lower id, so that the same responses always give the same vocabulary.
+    kept = counts.sort(descending=True, stable=True).indices[:size].sort().values
+    return kept, counts[kept].sum().item() / counts.sum().item()
+
+
+def checkpoint(model: Eagle3Drafter, config: Eagle3Config, target) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Configuration and tensors in SafeAILab's format, which vLLM's own ``eagle3`` method reads.
+
+    With a full vocabulary ``d2t`` and ``t2d`` are left out: vLLM then has no place for them.
+    """
+    tensors = {name: x for name, x in model.state_dict().items() if name != "kept"}
+    if len(model.kept) < target.vocab_size:
+        tensors["d2t"] = model.kept - torch.arange(len(model.kept))
+        tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, model.kept, True)
+    settings = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "attention_bias": False,
+        "bos_token_id": target.bos_token_id,
+        "draft_vocab_size": len(model.kept),
+        "eos_token_id": target.eos_token_id,
+        "head_dim": model.dim,
+        "hidden_act": "silu",
+        "hidden_size": target.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "max_position_embeddings": target.max_position_embeddings,
+        "mlp_bias": False,
+        "num_attention_heads": model.heads,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": model.kv_heads,
+        "pad_token_id": target.pad_token_id,
+        "rms_norm_eps": target.rms_norm_eps,
+        "rope_scaling": None,
+        "rope_theta": model.theta,
+        "tie_word_embeddings": False,
+        "torch_dtype": "bfloat16",
+        "vocab_size": target.vocab_size,
+    }
+    return settings, tensors
+
+
+def offline_acceptance(
+    model: Eagle3Drafter, target: FrozenTarget, rows: list[Generation], config: Eagle3Config
+) -> dict[str, float]:
+    """Held-out acceptance of greedy chains of ``config.num_steps`` tokens; see :func:`acceptance.measure`."""
+    model.eval()
+
+    def draft(batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
+        states = target.states(batch.tokens)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.bfloat16):
+            steps = model.unroll(
+                states, batch.tokens, target.embedding, anchors - 1, config.num_steps, own_tokens=True
+            )
+            return torch.stack([model.kept[logits.argmax(-1)] for logits in steps], dim=-1)
+
+    return measure(rows, draft, config.num_steps)
+
+
+def train_eagle3(
+    data: Path, target_folder: Path, out: Path, config: Eagle3Config, loop: LoopConfig
+) -> dict[str, float]:
+    """Train on the generations in ``data`` and write the drafter to ``out/model``; resumes from ``out/state.pt``.
+
+    Returns:
+        The held-out acceptance at the end, also in ``out/acceptance.json`` (empty without ``dev-*`` shards).
+    """
+    causal_lm, _ = load_target(target_folder, torch.float32)
+    settings = causal_lm.config
+    if not 0 < config.draft_vocab_size <= settings.vocab_size:
+        raise ValueError(f"--draft-vocab {config.draft_vocab_size} must lie within 1..{settings.vocab_size}")
+    target = FrozenTarget(causal_lm, tap_layers(settings.num_hidden_layers), config.bfloat16)
+    rows = read_generations(data, "train", settings.vocab_size)
+    held_out = read_generations(data, "dev", settings.vocab_size) if list(data.glob("dev-*.jsonl.gz")) else []
+    kept, _ = draft_vocabulary(rows, config.draft_vocab_size, settings.vocab_size)
+    model = Eagle3Drafter(config, settings, kept, loop.seed)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(target.head[kept])
+
+    def evaluate() -> dict[str, float]:
+        write_drafter(out / "model", *checkpoint(model, config, settings))
+        return offline_acceptance(model, target, held_out[: config.eval_rows], config)
+
+    stream = generation_batches(rows, config.rows_per_step, loop.seed)
+    trainer = Trainer(
+        model, stream, lambda m, b, g: eagle3_loss(m, target, b, config, g), out, loop, evaluate
+    )
+    trainer.run("eagle3")
+    write_drafter(out / "model", *checkpoint(model, config, settings))
+    figures = offline_acceptance(model, target, held_out, config)
+    return report("eagle3", figures, out / "acceptance.json")

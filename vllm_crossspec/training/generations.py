@@ -1,0 +1,129 @@
+"""The target's own responses as files of token ids: how they are written, read and put into batches."""
+
+import gzip
+import json
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+
+class Generation(NamedTuple):
+    """One prompt and what the target answered to it, as token ids.
+
+    Attributes:
+        prompt_ids: the rendered chat prompt.
+        response_ids: the answer, with its end-of-turn token unless it was cut at the length limit.
+        category: of the prompt.
+        greedy: whether every token of the answer is the target's most likely one.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    category: str
+    greedy: bool
+
+
+class Batch(NamedTuple):
+    """Rows of similar length, padded on the right. B rows, T tokens.
+
+    Attributes:
+        tokens: int64 [B, T], 0 past the end.
+        starts: int64 [B], index of the first token of the response.
+        ends: int64 [B], number of tokens of prompt and response.
+    """
+
+    tokens: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
+
+
+def write_shard(path: Path, rows: Iterable[Generation]) -> None:
+    """Write one shard atomically: a file with the final name is always whole."""
+    fresh = path.with_name(path.name + ".new")
+    # mtime=0 keeps the bytes of equal shards equal.
+    with gzip.GzipFile(fresh, "wb", mtime=0) as stream:
+        for row in rows:
+            stream.write((json.dumps(row._asdict(), separators=(",", ":")) + "\n").encode())
+    fresh.replace(path)
+
+
+def read_generations(folder: Path, split: str, vocab_size: int) -> list[Generation]:
+    """Read the shards ``<split>-*.jsonl.gz`` of ``folder``, keeping rows with at least two response tokens.
+
+    Raises:
+        ValueError: there is no such shard, a line is damaged, or a token does not fit ``vocab_size``.
+    """
+    files = sorted(folder.glob(f"{split}-*.jsonl.gz"))
+    if not files:
+        raise ValueError(f"--data {folder}: no {split}-*.jsonl.gz; make them with `crossspec train generate`")
+    rows = []
+    for file in files:
+        try:
+            with gzip.open(file, "rt", encoding="utf-8") as lines:
+                rows += [Generation(**json.loads(line)) for line in lines]
+        except (OSError, EOFError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"{file} is damaged ({error}); delete it and generate again") from None
+    top = max((max(r.prompt_ids + r.response_ids, default=0) for r in rows), default=0)
+    if top >= vocab_size:
+        raise ValueError(f"--data {folder} holds token {top}, but --target has {vocab_size} tokens: not its responses")
+    rows = [r for r in rows if len(r.response_ids) >= 2]
+    if not rows:
+        raise ValueError(f"--data {folder}: no {split} row has two response tokens; train the target further")
+    return rows
+
+
+def collate(rows: Sequence[Generation]) -> Batch:
+    """Pad ``rows`` on the right into one batch."""
+    sequences = [torch.tensor(r.prompt_ids + r.response_ids) for r in rows]
+    return Batch(
+        torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True),
+        torch.tensor([len(r.prompt_ids) for r in rows]),
+        torch.tensor([len(s) for s in sequences]),
+    )
+
+
+def generation_batches(rows: Sequence[Generation], rows_per_step: int, seed: int) -> Iterator[Batch]:
+    """Endless batches, shuffled anew each epoch; rows of a batch have similar lengths so that padding stays small."""
+    if len(rows) < rows_per_step:
+        raise ValueError(f"--data holds {len(rows)} rows; one step needs {rows_per_step}: generate more")
+    epoch = 0
+    while True:
+        rng = random.Random(seed * 100_003 + epoch)
+        order = list(range(len(rows)))
+        rng.shuffle(order)
+        groups = []
+        pool = rows_per_step * 32
+        for start in range(0, len(order), pool):
+            near = sorted(order[start : start + pool], key=lambda i: len(rows[i].prompt_ids) + len(rows[i].response_ids))
+            groups += [near[i : i + rows_per_step] for i in range(0, len(near) - rows_per_step + 1, rows_per_step)]
+        rng.shuffle(groups)
+        for group in groups:
+            yield collate([rows[i] for i in group])
+        epoch += 1
+
+
+def sample_anchors(
+    batch: Batch, first: int, count: int, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw ``count`` places per row where a draft could begin, without repetition, in rising order.
+
+    A place a of a row is possible when ``starts + first <= a < ends + first - 1``: with ``first=0`` a is the token
+    that the target has just emitted, with ``first=-1`` the one before it.
+
+    Returns:
+        (int64 [B, count] places, bool [B, count] whether the place is real; a row with fewer places than ``count``
+        is filled up with its first one).
+    """
+    columns = torch.arange(batch.tokens.shape[1])
+    low, high = batch.starts + first, batch.ends + first - 1
+    possible = (columns >= low[:, None]) & (columns < high[:, None])
+    keys = torch.rand(possible.shape, generator=generator).masked_fill(~possible, -1.0)
+    count = min(count, keys.shape[1])
+    picked = keys.topk(count, dim=1)
+    real = picked.values >= 0
+    places = torch.where(real, picked.indices, low[:, None])
+    order = places.argsort(dim=1)
+    return places.gather(1, order), real.gather(1, order)

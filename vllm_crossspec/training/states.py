@@ -1,0 +1,75 @@
+"""The frozen target as a teacher: the hidden states that drafters read and the distributions they imitate."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+
+class States(NamedTuple):
+    """What the target knows about a batch. B rows, T tokens, H hidden size, n taps.
+
+    Attributes:
+        taps: [B, T, n * H], the residual stream after the tapped layers, concatenated in rising order.
+        last: [B, T, H], final hidden state (normed), ready for the head.
+    """
+
+    taps: torch.Tensor
+    last: torch.Tensor
+
+
+def load_target(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a Hugging Face folder for inference.
+
+    Raises:
+        ValueError: the folder has no ``config.json`` or no weights.
+    """
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"--target {folder} has no config.json; give a Hugging Face model folder")
+    if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
+        raise ValueError(f"--target {folder} has no weights (*.safetensors); give a Hugging Face model folder")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, config=AutoConfig.from_pretrained(folder))
+    return model.eval().requires_grad_(False), AutoTokenizer.from_pretrained(folder)
+
+
+class FrozenTarget:
+    """A target that only answers questions about given tokens; it is never trained.
+
+    Args:
+        model: a causal language model of transformers.
+        tap_layers: tap i is the residual stream after ``i`` layers (0: the embeddings); vLLM counts its auxiliary
+            layers of EAGLE-3 the same way, and z-lab's DFlash ids are one lower.
+        bfloat16: compute under bfloat16 autocast.
+
+    Raises:
+        ValueError: a tap is not strictly inside the model: after the last layer transformers gives the normed
+            state, vLLM the bare one.
+    """
+
+    def __init__(self, model: PreTrainedModel, tap_layers: Sequence[int], bfloat16: bool):
+        depth = model.config.num_hidden_layers
+        if not tap_layers or list(tap_layers) != sorted(set(tap_layers)) or not 0 <= tap_layers[0] <= tap_layers[-1] < depth:
+            raise ValueError(f"target layers {list(tap_layers)} must rise and lie within 0..{depth - 1} of this target")
+        self.model, self.tap_layers, self.bfloat16 = model, tuple(tap_layers), bfloat16
+        self.config = model.config
+        self.embedding = model.get_input_embeddings().weight.detach().float()
+        self.head = model.get_output_embeddings().weight.detach().float()
+
+    @torch.no_grad()
+    def states(self, tokens: torch.Tensor) -> States:
+        """Run the target over right-padded ``tokens`` int64 [B, T]; causal attention needs no padding mask."""
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.bfloat16):
+            out = self.model.model(input_ids=tokens, use_cache=False, output_hidden_states=True)
+        taps = torch.cat([out.hidden_states[i] for i in self.tap_layers], dim=-1)
+        return States(taps, out.last_hidden_state)
+
+    @torch.no_grad()
+    def log_probs(self, last: torch.Tensor, temperature: float, keep: torch.Tensor | None = None) -> torch.Tensor:
+        """Log-probabilities float32 [..., V] (or over the tokens ``keep`` alone) at ``temperature``."""
+        head = self.head if keep is None else self.head[keep]
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.bfloat16):
+            logits = F.linear(last, head)
+        return (logits.float() / temperature).log_softmax(-1)

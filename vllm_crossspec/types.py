@@ -1,0 +1,88 @@
+"""What passes between the rooms: small tuples of tensors.
+
+Shape legend: R requests of the batch, S request slots of the engine, T target tokens of the step, H hidden size,
+K draft tokens of a request.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class StepInputs(NamedTuple):
+    """What the target's step left behind; all a proposer needs to draft the next tokens.
+
+    Attributes:
+        batch: vLLM's ``InputBatch`` of the step (positions, query boundaries, slots).
+        attn_metadata, slot_mappings: the target's, by layer name; a drafter's first pass may use them.
+        last_hidden_states: [T, H] final states of the target.
+        tapped_hidden_states: the [T, H] states of this drafter's own target layers, ascending; None in profiling.
+        num_sampled: int32 [R] tokens accepted in this step, the bonus token included; 0 inside a prompt.
+        num_rejected: int32 [R] draft tokens of this step that were rejected.
+        last_sampled: int64 [S] last sampled token of every slot.
+        next_prefill_tokens: [1, S] next prompt token of every slot that is still inside its prompt.
+        temperature, seeds: [S] sampling parameters of every slot.
+        options: flags that only vLLM sets (dummy runs, data-parallel state); handed through unread.
+    """
+
+    batch: Any
+    attn_metadata: dict[str, Any] | None
+    slot_mappings: dict[str, torch.Tensor] | None
+    last_hidden_states: torch.Tensor
+    tapped_hidden_states: list[torch.Tensor] | None
+    num_sampled: torch.Tensor
+    num_rejected: torch.Tensor
+    last_sampled: torch.Tensor
+    next_prefill_tokens: torch.Tensor
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    options: dict[str, Any]
+
+
+class Candidates(NamedTuple):
+    """A drafter's answer: the chain that it proposes for every request.
+
+    Attributes:
+        tokens: int64 [R, K], token ids of the target's vocabulary.
+    """
+
+    tokens: torch.Tensor
+
+
+class TargetFacts(NamedTuple):
+    """What a drafter's checkpoint must agree with.
+
+    Attributes:
+        name: of the target, for messages.
+        hidden_size: width of its states.
+        vocab_size: of its output.
+        num_layers: its decoder layers.
+    """
+
+    name: str
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+
+
+class DrafterFacts(NamedTuple):
+    """What a drafter's checkpoint says of itself, whichever public format it is in.
+
+    Attributes:
+        target_hidden_size: width of the target states that it reads.
+        vocab_size: of the token ids that it embeds.
+        draft_vocab_size: of its own output.
+        target_layers: target layers that it taps in vLLM's numbering (0 is the embedding's output, i the output of
+            layer i), ascending.
+        max_draft_tokens: most tokens that one draft may have; None where the drafter sets no bound.
+        default_draft_tokens: K where the user names none.
+        mask_token_id: the id that stands for "to be drafted"; None for an autoregressive drafter.
+    """
+
+    target_hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int
+    target_layers: tuple[int, ...]
+    max_draft_tokens: int | None
+    default_draft_tokens: int
+    mask_token_id: int | None
