@@ -20,7 +20,14 @@ def _tensors(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, torch.T
 
 def _layer_shapes(prefix: str, c: dict, qkv_input: int, qk_norm: bool) -> dict[str, tuple[int, ...]]:
     hidden, heads, kv, dim, ffn = (
-        c[k] for k in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+        c[k]
+        for k in (
+            "hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+        )
     )
     shapes: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj.weight": (heads * dim, qkv_input),
@@ -40,7 +47,14 @@ def _layer_shapes(prefix: str, c: dict, qkv_input: int, qk_norm: bool) -> dict[s
 
 def _layer_config(target: dict) -> dict:
     theta = target.get("rope_theta") or target["rope_parameters"]["rope_theta"]
-    keys = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size")
+    keys = (
+        "hidden_size",
+        "intermediate_size",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "vocab_size",
+    )
     return {k: target[k] for k in (*keys, "max_position_embeddings", "rms_norm_eps")} | {
         "hidden_act": "silu",
         "attention_bias": False,
@@ -56,13 +70,19 @@ def _write(folder: Path, config: dict, tensors: dict[str, torch.Tensor]) -> Path
     return folder
 
 
-def random_eagle3(folder: Path, target_folder: Path, draft_vocab_size: int | None = None, seed: int = 0) -> Path:
-    """A random EAGLE-3 drafter for a target folder, in SafeAILab's format."""
+def random_eagle3(
+    folder: Path,
+    target_folder: Path,
+    draft_vocab_size: int | None = None,
+    seed: int = 0,
+    flavour: str = "llama",
+) -> Path:
+    """A random EAGLE-3 drafter for a target folder, in SafeAILab's format; the qwen3 flavour has QK norms."""
     target = json.loads((target_folder / "config.json").read_text())
     c = _layer_config(target)
     hidden, vocab = c["hidden_size"], c["vocab_size"]
     draft_vocab = draft_vocab_size or vocab
-    shapes = _layer_shapes(EAGLE3_LAYER, c, 2 * hidden, qk_norm=False)
+    shapes = _layer_shapes(EAGLE3_LAYER, c, 2 * hidden, qk_norm=flavour == "qwen3")
     shapes |= {f"{EAGLE3_LAYER}hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
     shapes |= {"fc.weight": (hidden, 3 * hidden), "lm_head.weight": (draft_vocab, hidden)}
     tensors = _tensors(shapes, seed)
@@ -71,8 +91,8 @@ def random_eagle3(folder: Path, target_folder: Path, draft_vocab_size: int | Non
         tensors["d2t"] = kept - torch.arange(draft_vocab)
         tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, kept, True)
     config = c | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        "architectures": [{"llama": "LlamaForCausalLMEagle3", "qwen3": "Eagle3Qwen3ForCausalLM"}[flavour]],
+        "model_type": flavour,
         "num_hidden_layers": 1,
         "draft_vocab_size": draft_vocab,
         "torch_dtype": "float32",

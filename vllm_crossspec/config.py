@@ -6,7 +6,7 @@ our keys (``tree``, ``verification``). Everything else is vLLM's own and stays u
 
 import difflib
 from collections.abc import Collection, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -21,6 +21,9 @@ OUR_KEYS = ("tree", "verification", "drafters", "router")
 
 class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+M = TypeVar("M", bound=_Model)
 
 
 class TreeConfig(_Model):
@@ -109,7 +112,9 @@ def parse(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSpecConf
         for key in ("drafters", "router"):
             if key in raw:
                 raise ValueError(f"speculative_config.{key} belongs to method {META_METHODS[0]!r}, not to {method!r}")
-        drafter = _drafter(method, {k: v for k, v in raw.items() if k not in ("method", "verification")}, "", native_keys)
+        drafter = _drafter(
+            method, {k: v for k, v in raw.items() if k not in ("method", "verification")}, "", native_keys
+        )
         top = {k: raw[k] for k in ("num_speculative_tokens", "verification") if k in raw}
         return _build(CrossSpecConfig, {"method": method, "drafters": {method: drafter}, **top}, "")
     return _parse_meta(raw, native_keys)
@@ -134,9 +139,8 @@ def _parse_meta(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSp
     fields = {k: raw[k] for k in ("num_speculative_tokens", "verification") if k in raw}
     config = _build(CrossSpecConfig, {"method": raw["method"], "drafters": named, "router": router, **fields}, "")
     if config.active not in named:
-        raise ValueError(
-            f"speculative_config.router.drafter is {config.active!r}, which is none of drafters{_nearest(config.active, named)}"
-        )
+        hint = _nearest(config.active, named)
+        raise ValueError(f"speculative_config.router.drafter is {config.active!r}, which is none of drafters{hint}")
     return config
 
 
@@ -157,15 +161,15 @@ def _check_keys(raw: Mapping[str, Any], known: Collection[str], path: str) -> No
             raise ValueError(f"speculative_config: unknown key {path + key!r}{_nearest(key, known)}")
 
 
-def _build(model: type[BaseModel], fields: dict[str, Any], path: str) -> Any:
+def _build(model: type[M], fields: dict[str, Any], path: str) -> M:
     try:
         return model(**fields)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        known: list[str] = []
         if first["type"] == "extra_forbidden":
-            owner = {"tree": TreeConfig, "router": RouterConfig}.get(str(first["loc"][0]))
+            owners: dict[str, type[_Model]] = {"tree": TreeConfig, "router": RouterConfig}
+            owner = owners.get(str(first["loc"][0]))
             known = list(owner.model_fields) if owner else []
             raise ValueError(
                 f"speculative_config: unknown key {path + where!r}{_nearest(str(first['loc'][-1]), known)}"

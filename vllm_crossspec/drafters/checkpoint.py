@@ -73,7 +73,10 @@ def check_weight_files(folder: Path, key: str) -> None:
             raise ValueError(f"{key}: {file} is damaged or cut short ({error}); copy it again") from None
     bins = sorted(folder.glob("*.bin")) if not files else []
     for file in bins:
-        if not zipfile.is_zipfile(file) and file.stat().st_size < 1024:
+        # torch has written zip archives since 1.6; an older pickle shows no such mark and is left to torch.
+        with file.open("rb") as opened:
+            starts_as_zip = opened.read(2) in (b"PK", b"")
+        if starts_as_zip and not zipfile.is_zipfile(file):
             raise ValueError(f"{key}: {file} is damaged or cut short; copy it again")
     if not files and not bins:
         raise ValueError(f"{key}: {folder} holds no .safetensors or .bin weights")

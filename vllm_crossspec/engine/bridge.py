@@ -18,7 +18,12 @@ from vllm_crossspec.types import TargetFacts
 V1_REFUSAL = "vllm_crossspec's proposers (set VLLM_USE_V2_MODEL_RUNNER=1 or leave it unset)"
 
 # Set by vLLM itself when it builds the config; nobody writes them in JSON.
-_INTERNAL_KEYS = {"target_model_config", "target_parallel_config", "draft_model_config", "draft_parallel_config"}
+_INTERNAL_KEYS = {
+    "target_model_config",
+    "target_parallel_config",
+    "draft_model_config",
+    "draft_parallel_config",
+}
 
 
 def native_methods() -> set[str]:
@@ -112,7 +117,9 @@ def resolve(settings: CrossSpecConfig, target: TargetFacts) -> CrossSpecConfig:
             update={
                 "num_speculative_tokens": wanted or facts.default_draft_tokens,
                 "target_layers": facts.target_layers,
-                "model": str(Path(drafter.model).expanduser()) if Path(drafter.model).expanduser().is_dir() else drafter.model,
+                "model": str(Path(drafter.model).expanduser())
+                if Path(drafter.model).expanduser().is_dir()
+                else drafter.model,
             }
         )
     longest = max(d.num_speculative_tokens for d in drafters.values())

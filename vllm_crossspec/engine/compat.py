@@ -80,11 +80,12 @@ TOUCH_POINTS = (
     ),
     # Subclassed.
     TouchPoint(f"{_GPU}.spec_decode.speculator", "DraftModelSpeculator.propose", _PROPOSE, "overridden by the host"),
+    TouchPoint(f"{_GPU}.spec_decode.speculator", "DraftModelSpeculator.set_attn", _SET_ATTN, "overridden by the host"),
     TouchPoint(
-        f"{_GPU}.spec_decode.speculator", "DraftModelSpeculator.set_attn", _SET_ATTN, "overridden by the host"
-    ),
-    TouchPoint(
-        f"{_GPU}.spec_decode.speculator", "DraftModelSpeculator.load_model", "self target_model", "overridden by the host"
+        f"{_GPU}.spec_decode.speculator",
+        "DraftModelSpeculator.load_model",
+        "self target_model",
+        "overridden by the host",
     ),
     TouchPoint(
         f"{_GPU}.spec_decode.speculator",
@@ -93,10 +94,16 @@ TOUCH_POINTS = (
         "overridden by the host: counts acceptance",
     ),
     TouchPoint(
-        f"{_GPU}.spec_decode.speculator", "DraftModelSpeculator.sample_draft", _SAMPLE_DRAFT, "overridden by EAGLE-3"
+        f"{_GPU}.spec_decode.speculator",
+        "DraftModelSpeculator.sample_draft",
+        _SAMPLE_DRAFT,
+        "overridden by EAGLE-3",
     ),
     TouchPoint(
-        f"{_GPU}.spec_decode.eagle.speculator", "EagleSpeculator.propose", _PROPOSE, "called by the EAGLE-3 proposer"
+        f"{_GPU}.spec_decode.eagle.speculator",
+        "EagleSpeculator.propose",
+        _PROPOSE,
+        "called by the EAGLE-3 proposer",
     ),
     TouchPoint(
         f"{_GPU}.spec_decode.eagle.speculator",
@@ -105,7 +112,10 @@ TOUCH_POINTS = (
         "overridden: each drafter's layers get a prefix of their own",
     ),
     TouchPoint(
-        f"{_GPU}.spec_decode.dflash.speculator", "DFlashSpeculator.propose", _PROPOSE, "called by the DFlash proposer"
+        f"{_GPU}.spec_decode.dflash.speculator",
+        "DFlashSpeculator.propose",
+        _PROPOSE,
+        "called by the DFlash proposer",
     ),
     TouchPoint(
         f"{_GPU}.spec_decode.dflash.speculator",
@@ -133,7 +143,10 @@ TOUCH_POINTS = (
         "called when a drafter is loaded",
     ),
     TouchPoint(
-        f"{_GPU}.spec_decode.eagle.utils", "_should_share", "eagle flag draft target", "called when a drafter is loaded"
+        f"{_GPU}.spec_decode.eagle.utils",
+        "_should_share",
+        "eagle flag draft target",
+        "called when a drafter is loaded",
     ),
     TouchPoint(
         f"{_GPU}.spec_decode.eagle.utils",
@@ -142,7 +155,10 @@ TOUCH_POINTS = (
         "called when a drafter is loaded",
     ),
     TouchPoint(
-        f"{_GPU}.spec_decode.utils", "get_pp_safe_draft_load_config", "load_config", "called when a drafter is loaded"
+        f"{_GPU}.spec_decode.utils",
+        "get_pp_safe_draft_load_config",
+        "load_config",
+        "called when a drafter is loaded",
     ),
     TouchPoint(
         "vllm.model_executor.model_loader",
@@ -157,7 +173,10 @@ TOUCH_POINTS = (
         "called when an autoregressive drafter is loaded",
     ),
     TouchPoint(
-        "vllm.v1.worker.gpu.states", "RequestState", None, "its prefill_len and num_computed_tokens tell real drafts"
+        "vllm.v1.worker.gpu.states",
+        "RequestState",
+        None,
+        "its prefill_len and num_computed_tokens tell real drafts",
     ),
 )
 

@@ -91,7 +91,8 @@ def _add_worker_method() -> None:
 
     def crossspec_stats(self: Any) -> dict[str, Any] | None:
         """Acceptance by drafter so far (see ``metrics.counters``); None where our proposers do not run."""
-        stats = getattr(self.model_runner.speculator, "acceptance_stats", None)
+        speculator = getattr(self.model_runner, "speculator", None)
+        stats = getattr(speculator, "acceptance_stats", None)
         return None if stats is None else stats()
 
     WorkerBase.crossspec_stats = crossspec_stats  # type: ignore[attr-defined]

@@ -115,7 +115,12 @@ class ProposerHost(DraftModelSpeculator):
             proposer.pcp_manager = manager
 
     def set_attn(
-        self, model_state: Any, kv_cache_config: Any, block_tables: Any, target_input_buffers: Any, target_attn_groups: Any
+        self,
+        model_state: Any,
+        kv_cache_config: Any,
+        block_tables: Any,
+        target_input_buffers: Any,
+        target_attn_groups: Any,
     ) -> None:
         """Every proposer builds the attention of its own layers."""
         for proposer in self.proposers.values():

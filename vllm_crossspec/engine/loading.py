@@ -38,7 +38,7 @@ def load_drafter(target_model: nn.Module, vllm_config: VllmConfig, name: str, ta
     maybe_share_target_embed(model, model.model, getattr(language_model, "model", language_model))
     head = get_target_lm_head(target_model, language_model)
     own_head = getattr(model, "lm_head", None)
-    if head is not None and not getattr(model.config, "has_own_lm_head", False):
-        if _should_share(model, "has_own_lm_head", own_head, head):
-            model.lm_head = head
+    keeps_own = getattr(model.config, "has_own_lm_head", False)
+    if head is not None and not keeps_own and _should_share(model, "has_own_lm_head", own_head, head):
+        model.lm_head = head
     return model

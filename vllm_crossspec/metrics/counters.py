@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from vllm_crossspec.metrics.kernel import record_acceptance
+from vllm_crossspec.metrics.kernel import mark_drafted, record_acceptance
 
 
 class AcceptanceCounters:
@@ -27,7 +27,7 @@ class AcceptanceCounters:
 
     def mark_drafted(self, idx_mapping: torch.Tensor, drafter: int) -> None:
         """Note that ``drafter`` drafted for these slots; int [R]."""
-        self.drafted_by[idx_mapping] = drafter
+        mark_drafted(self.drafted_by, idx_mapping, drafter)
 
     def record(
         self,

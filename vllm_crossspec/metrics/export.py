@@ -52,7 +52,10 @@ def _make_counters() -> dict[str, Any]:
         "crossspec:drafts": ("Drafts verified", labels),
         "crossspec:draft_tokens": ("Draft tokens verified", labels),
         "crossspec:accepted_tokens": ("Draft tokens accepted", labels),
-        "crossspec:accepted_tokens_per_pos": ("Draft tokens accepted at each position", [*labels, "position"]),
+        "crossspec:accepted_tokens_per_pos": (
+            "Draft tokens accepted at each position",
+            [*labels, "position"],
+        ),
     }
     known = REGISTRY._names_to_collectors
     return {name: known.get(name) or Counter(name, text, labels) for name, (text, labels) in help_of.items()}

@@ -6,6 +6,22 @@ import triton.language as tl
 
 
 @triton.jit
+def _mark_drafted_kernel(
+    drafted_by_ptr,  # int32 [S]
+    idx_mapping_ptr,  # int [R]
+    drafter,
+):
+    slot = tl.load(idx_mapping_ptr + tl.program_id(0)).to(tl.int64)
+    if slot >= 0:
+        tl.store(drafted_by_ptr + slot, drafter)
+
+
+def mark_drafted(drafted_by: torch.Tensor, idx_mapping: torch.Tensor, drafter: int) -> None:
+    """Note in ``drafted_by`` (int32 [S]) that ``drafter`` drafted for the slots of ``idx_mapping`` (int [R])."""
+    _mark_drafted_kernel[(idx_mapping.shape[0],)](drafted_by, idx_mapping, drafter)
+
+
+@triton.jit
 def _record_acceptance_kernel(
     counts_ptr,  # int64 [num_drafters, 3 + K]
     counts_stride,

@@ -3,6 +3,11 @@
 import torch
 
 
+def mark_drafted(drafted_by: torch.Tensor, idx_mapping: torch.Tensor, drafter: int) -> None:
+    """See :func:`vllm_crossspec.metrics.kernel.mark_drafted`."""
+    drafted_by[idx_mapping[idx_mapping >= 0].long()] = drafter
+
+
 def record_acceptance(
     counts: torch.Tensor,
     drafted_by: torch.Tensor,

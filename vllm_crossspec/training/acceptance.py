@@ -75,7 +75,9 @@ def report(title: str, figures: dict[str, float], path: Path) -> dict[str, float
     if not figures:
         print(f"{title}: no held-out responses (dev-*.jsonl.gz), so no acceptance was measured")
         return figures
-    lengths = [f"{k.removeprefix('dev_accept').removeprefix('_') or 'all'} {v:.2f}" for k, v in figures.items() if "dev" in k]
+    lengths = [
+        f"{k.removeprefix('dev_accept').removeprefix('_') or 'all'} {v:.2f}" for k, v in figures.items() if "dev" in k
+    ]
     shares = [f"{v:.2f}" for k, v in figures.items() if k.startswith("accept_pos_")]
     print(f"{title}: held-out tokens a round: {', '.join(lengths)}; accepted by position: {' '.join(shares)}")
     return figures

@@ -103,7 +103,9 @@ def pack(documents: Sequence[Sequence[int]], row_tokens: int, seed: int) -> torc
     return torch.tensor(rows, dtype=torch.int32)
 
 
-def batches(documents: Sequence[Sequence[int]], row_tokens: int, rows_per_step: int, seed: int) -> Iterator[torch.Tensor]:
+def batches(
+    documents: Sequence[Sequence[int]], row_tokens: int, rows_per_step: int, seed: int
+) -> Iterator[torch.Tensor]:
     """Endless int64 [rows_per_step, row_tokens] batches; every epoch is shuffled and packed anew from ``seed``."""
     epoch = 0
     while True:

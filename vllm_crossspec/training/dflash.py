@@ -111,7 +111,11 @@ class DFlashDrafter(nn.Module):
 
     def __init__(self, config: DFlashConfig, target, seed: int):
         super().__init__()
-        hidden, self.heads, self.kv_heads = target.hidden_size, target.num_attention_heads, target.num_key_value_heads
+        hidden, self.heads, self.kv_heads = (
+            target.hidden_size,
+            target.num_attention_heads,
+            target.num_key_value_heads,
+        )
         self.dim = getattr(target, "head_dim", None) or hidden // self.heads
         self.theta = target.rope_parameters["rope_theta"]
         eps = target.rms_norm_eps
@@ -269,9 +273,7 @@ def train_dflash(
         return offline_acceptance(model, target, held_out[: config.eval_rows], config, mask_id)
 
     stream = generation_batches(rows, config.rows_per_step, loop.seed)
-    trainer = Trainer(
-        model, stream, lambda m, b, g: dflash_loss(m, target, b, config, mask_id, g), out, loop, evaluate
-    )
+    trainer = Trainer(model, stream, lambda m, b, g: dflash_loss(m, target, b, config, mask_id, g), out, loop, evaluate)
     trainer.run("dflash")
     write_drafter(out / "model", *checkpoint(model, config, settings, mask_id))
     figures = offline_acceptance(model, target, held_out, config, mask_id)

@@ -92,7 +92,11 @@ class Eagle3Drafter(nn.Module):
 
     def __init__(self, config: Eagle3Config, target, kept: torch.Tensor, seed: int):
         super().__init__()
-        hidden, self.heads, self.kv_heads = target.hidden_size, target.num_attention_heads, target.num_key_value_heads
+        hidden, self.heads, self.kv_heads = (
+            target.hidden_size,
+            target.num_attention_heads,
+            target.num_key_value_heads,
+        )
         self.dim = getattr(target, "head_dim", None) or hidden // self.heads
         self.theta = target.rope_parameters["rope_theta"]
         self.fc = nn.Linear(3 * hidden, hidden, bias=False)
@@ -237,9 +241,7 @@ def offline_acceptance(
     def draft(batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
         states = target.states(batch.tokens)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.bfloat16):
-            steps = model.unroll(
-                states, batch.tokens, target.embedding, anchors - 1, config.num_steps, own_tokens=True
-            )
+            steps = model.unroll(states, batch.tokens, target.embedding, anchors - 1, config.num_steps, own_tokens=True)
             return torch.stack([model.kept[logits.argmax(-1)] for logits in steps], dim=-1)
 
     return measure(rows, draft, config.num_steps)
@@ -270,9 +272,7 @@ def train_eagle3(
         return offline_acceptance(model, target, held_out[: config.eval_rows], config)
 
     stream = generation_batches(rows, config.rows_per_step, loop.seed)
-    trainer = Trainer(
-        model, stream, lambda m, b, g: eagle3_loss(m, target, b, config, g), out, loop, evaluate
-    )
+    trainer = Trainer(model, stream, lambda m, b, g: eagle3_loss(m, target, b, config, g), out, loop, evaluate)
     trainer.run("eagle3")
     write_drafter(out / "model", *checkpoint(model, config, settings))
     figures = offline_acceptance(model, target, held_out, config)

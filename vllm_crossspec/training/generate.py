@@ -6,21 +6,29 @@ is batched over a preallocated key/value cache, and rows that have ended leave t
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-from transformers import PreTrainedModel
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_utils import AttentionInterface
 
 from vllm_crossspec.training.data import IM_END, Row, chat_prompt, read_rows
 from vllm_crossspec.training.generations import Generation, write_shard
-from vllm_crossspec.training.states import load_target
+from vllm_crossspec.training.states import check_target, load_target
 
 _ATTENTION = "crossspec_grouped"
 
@@ -126,18 +134,21 @@ def generate_batch(
     live = list(range(len(prompts)))
     for step in range(max_new_tokens):
         hidden = model.model(
-            input_ids=tokens, position_ids=positions, attention_mask=mask[:, None], past_key_values=cache, use_cache=True
+            input_ids=tokens,
+            position_ids=positions,
+            attention_mask=mask[:, None],
+            past_key_values=cache,
+            use_cache=True,
         ).last_hidden_state
         logits = model.lm_head(hidden[:, -1]).float()
         if heat.any():
             noise = torch.empty_like(logits).exponential_(generator=generator).clamp_(min=1e-20).log_()
             logits = logits - heat * noise
         tokens = logits.argmax(-1, keepdim=True)
-        ended = tokens[:, 0] == end_id
         for row, token in zip(live, tokens[:, 0].tolist(), strict=True):
             if not answers[row] or answers[row][-1] != end_id:
                 answers[row].append(token)
-        done = torch.tensor([answers[row][-1] == end_id for row in live]) | ended
+        done = torch.tensor([answers[row][-1] == end_id for row in live])
         if done.all():
             break
         if done.sum() * 5 >= len(live):  # a copy of the cache pays once a fifth of the rows has ended
@@ -179,15 +190,41 @@ def _answer_shard(model, prompts: Sequence[_Prompt], config: GenerateConfig, end
         chosen = order[start : start + config.rows_per_batch]
         group = [prompts[i] for i in chosen]
         answers = generate_batch(
-            model, [p.ids for p in group], [p.temperature for p in group], config.max_new_tokens, end_id, generator
+            model,
+            [p.ids for p in group],
+            [p.temperature for p in group],
+            config.max_new_tokens,
+            end_id,
+            generator,
         )
         for index, prompt, answer in zip(chosen, group, answers, strict=True):
             found[index] = Generation(prompt.ids, answer, prompt.category, prompt.temperature == 0.0)
     return [found[i] for i in range(len(prompts))]
 
 
-def generate(data: Path, target: Path, out: Path, config: GenerateConfig) -> int:
+class _Job(NamedTuple):
+    """One shard to write."""
+
+    path: Path
+    prompts: list[_Prompt]
+    seed: int
+
+
+class _Work(NamedTuple):
+    """What all shards have in common."""
+
+    target: Path
+    config: GenerateConfig
+    end_id: int
+    threads: int
+
+
+def generate(data: Path, target: Path, out: Path, config: GenerateConfig, *, workers: int = 1, threads: int = 0) -> int:
     """Answer the prompts of ``data`` with ``target``; write ``train-*.jsonl.gz`` and ``dev-*.jsonl.gz`` to ``out``.
+
+    Args:
+        workers: processes that share the shards; the shards do not depend on it.
+        threads: of each process (0: what torch chooses).
 
     Returns:
         The number of response tokens written in this run (0 when every shard was already there).
@@ -198,12 +235,55 @@ def generate(data: Path, target: Path, out: Path, config: GenerateConfig) -> int
     splits = {"train": read_rows(data)}
     if list(data.glob("dev-*.jsonl*")):
         splits["dev"] = read_rows(data, "dev-*.jsonl*")
-    model, tokenizer = load_target(target, torch.bfloat16)
-    end_id = tokenizer.convert_tokens_to_ids(IM_END)
+    check_target(target)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    end_id = tokenizer.get_vocab().get(IM_END)
     if end_id is None:
         raise ValueError(f"--target {target}: its tokenizer has no {IM_END}; give a ChatML target")
+    jobs = _jobs(tokenizer, splits, data, out, config)
     _claim(out, asdict(config) | {"target": str(target.resolve())})
-    prepare_for_generation(model)
+    missing = [job for job in jobs if not job.path.exists()]
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    total = 0
+    with Progress(*columns, TimeRemainingColumn(), refresh_per_second=0.5) as progress:
+        task = progress.add_task("generate", total=len(jobs), completed=len(jobs) - len(missing))
+        for tokens in _run_jobs(missing, _Work(target, config, end_id, threads), min(workers, len(missing))):
+            total += tokens
+            progress.update(task, advance=1, description=f"generate  {total} tokens")
+    return total
+
+
+def _run_jobs(jobs: Sequence[_Job], work: _Work, workers: int) -> Iterator[int]:
+    """Write every shard, in this process or in ``workers`` of them; yields the response tokens of each."""
+    if workers <= 1:
+        runner = _Runner(work)
+        yield from map(runner, jobs)
+        return
+    with torch.multiprocessing.get_context("spawn").Pool(workers) as pool:
+        yield from pool.imap_unordered(_Runner(work), jobs)
+
+
+@lru_cache(maxsize=1)
+def _generator_model(target: Path) -> PreTrainedModel:
+    return prepare_for_generation(load_target(target, torch.bfloat16)[0])
+
+
+class _Runner:
+    """Writes shards; a process that gets one loads the model at its first shard and keeps it."""
+
+    def __init__(self, work: _Work):
+        self.work = work
+
+    def __call__(self, job: _Job) -> int:
+        if self.work.threads:
+            torch.set_num_threads(self.work.threads)
+        model = _generator_model(self.work.target)
+        rows = _answer_shard(model, job.prompts, self.work.config, self.work.end_id, job.seed)
+        write_shard(job.path, rows)
+        return sum(len(row.response_ids) for row in rows)
+
+
+def _jobs(tokenizer, splits: dict[str, list[Row]], data: Path, out: Path, config: GenerateConfig) -> list[_Job]:
     jobs = []
     for split, rows in sorted(splits.items()):
         prompts = _prompts(tokenizer, rows, config, config.sampled_share if split == "train" else 0.0)
@@ -213,8 +293,9 @@ def generate(data: Path, target: Path, out: Path, config: GenerateConfig) -> int
             raise ValueError(f"--data {data}: no {split} prompt has at most {config.max_prompt_tokens} tokens")
         for number, start in enumerate(range(0, len(prompts), config.shard_rows)):
             path = out / f"{split}-{number:05d}.jsonl.gz"
-            jobs.append((path, prompts[start : start + config.shard_rows], config.seed * 1_000_003 + number))
-    return _run_jobs(model, jobs, config, end_id)
+            chosen = prompts[start : start + config.shard_rows]
+            jobs.append(_Job(path, chosen, config.seed * 1_000_003 + number))
+    return jobs
 
 
 def _claim(out: Path, settings: dict) -> None:
@@ -224,18 +305,3 @@ def _claim(out: Path, settings: dict) -> None:
     if record.exists() and json.loads(record.read_text()) != settings:
         raise ValueError(f"--out {out} holds shards of other settings ({record.name}); give another folder")
     record.write_text(json.dumps(settings, indent=1) + "\n")
-
-
-def _run_jobs(model, jobs, config: GenerateConfig, end_id: int) -> int:
-    tokens = 0
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TimeRemainingColumn(), refresh_per_second=0.5) as progress:
-        task = progress.add_task("generate", total=len(jobs))
-        for path, prompts, seed in jobs:
-            if not path.exists():
-                rows = _answer_shard(model, prompts, config, end_id, seed)
-                write_shard(path, rows)
-                tokens += sum(len(r.response_ids) for r in rows)
-            progress.advance(task)
-            progress.update(task, description=f"generate  {tokens} tokens")
-    return tokens

@@ -97,7 +97,9 @@ def generation_batches(rows: Sequence[Generation], rows_per_step: int, seed: int
         groups = []
         pool = rows_per_step * 32
         for start in range(0, len(order), pool):
-            near = sorted(order[start : start + pool], key=lambda i: len(rows[i].prompt_ids) + len(rows[i].response_ids))
+            near = sorted(
+                order[start : start + pool], key=lambda i: len(rows[i].prompt_ids) + len(rows[i].response_ids)
+            )
             groups += [near[i : i + rows_per_step] for i in range(0, len(near) - rows_per_step + 1, rows_per_step)]
         rng.shuffle(groups)
         for group in groups:

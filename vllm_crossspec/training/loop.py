@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,9 +63,7 @@ def make_optimizers(model: torch.nn.Module, config: LoopConfig) -> list[torch.op
     optimizers: list[torch.optim.Optimizer] = []
     if matrices:
         optimizers.append(
-            torch.optim.Muon(
-                matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
+            torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
         )
     if rest:
         optimizers.append(torch.optim.AdamW(rest, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0))
@@ -131,7 +136,7 @@ class Trainer:
         """Write the resumable state (atomically), the log and the picture of the loss."""
         state = {
             "step": self.step,
-            "model": {k: v for k, v in self.model.state_dict().items()},
+            "model": dict(self.model.state_dict()),
             "optimizers": [o.state_dict() for o in self.optimizers],
             "log": self.log,
             "config": asdict(self.config),

@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 
 class States(NamedTuple):
@@ -21,16 +27,21 @@ class States(NamedTuple):
     last: torch.Tensor
 
 
-def load_target(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a Hugging Face folder for inference.
+def check_target(folder: Path) -> None:
+    """See that ``folder`` looks like a Hugging Face model.
 
     Raises:
-        ValueError: the folder has no ``config.json`` or no weights.
+        ValueError: it has no ``config.json`` or no weights.
     """
     if not (folder / "config.json").is_file():
         raise ValueError(f"--target {folder} has no config.json; give a Hugging Face model folder")
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         raise ValueError(f"--target {folder} has no weights (*.safetensors); give a Hugging Face model folder")
+
+
+def load_target(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a Hugging Face folder for inference; raises as :func:`check_target` does."""
+    check_target(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, config=AutoConfig.from_pretrained(folder))
     return model.eval().requires_grad_(False), AutoTokenizer.from_pretrained(folder)
 
@@ -51,7 +62,11 @@ class FrozenTarget:
 
     def __init__(self, model: PreTrainedModel, tap_layers: Sequence[int], bfloat16: bool):
         depth = model.config.num_hidden_layers
-        if not tap_layers or list(tap_layers) != sorted(set(tap_layers)) or not 0 <= tap_layers[0] <= tap_layers[-1] < depth:
+        if (
+            not tap_layers
+            or list(tap_layers) != sorted(set(tap_layers))
+            or not 0 <= tap_layers[0] <= tap_layers[-1] < depth
+        ):
             raise ValueError(f"target layers {list(tap_layers)} must rise and lie within 0..{depth - 1} of this target")
         self.model, self.tap_layers, self.bfloat16 = model, tuple(tap_layers), bfloat16
         self.config = model.config

@@ -118,7 +118,7 @@ def train_target(
     texts = read_texts(text_folders, (".py", ".txt", ".rst", ".md", ".gz"), config.text_bytes, loop.seed)
     tokenizer = _tokenizer(rows, texts, out, config, loop.seed)
     documents = encode_rows(tokenizer, rows)
-    documents += [t + [0] for t in tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
+    documents += [[*t, 0] for t in tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
     model = build_target(config, tokenizer, loop.seed)
     forward = torch.compile(model) if config.compile else model
 

@@ -30,7 +30,8 @@ def read_facts(config: dict[str, Any], key: str, target: TargetFacts) -> Drafter
     counted = config.get("num_target_layers")
     if counted is not None and counted != target.num_layers:
         raise ValueError(
-            f"{key}: this drafter was trained for a target of {counted} layers, but {target.name} has {target.num_layers}"
+            f"{key}: this drafter was trained for a target of {counted} layers, but {target.name} has "
+            f"{target.num_layers}"
         )
     if not block_size or block_size < 2:
         raise ValueError(f"{key}: config.json has no block_size of at least 2; it is not a DFlash drafter")

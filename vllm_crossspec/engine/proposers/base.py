@@ -49,7 +49,12 @@ class Proposer(ABC):
 
     @abstractmethod
     def set_attn(
-        self, model_state: Any, kv_cache_config: Any, block_tables: Any, target_input_buffers: Any, target_attn_groups: Any
+        self,
+        model_state: Any,
+        kv_cache_config: Any,
+        block_tables: Any,
+        target_input_buffers: Any,
+        target_attn_groups: Any,
     ) -> None: ...
 
     @abstractmethod

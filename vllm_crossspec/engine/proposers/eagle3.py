@@ -54,7 +54,12 @@ class Eagle3Proposer(EagleSpeculator, Proposer):
             int64 [R] token ids of the target's vocabulary.
         """
         offsets = getattr(self.model, "draft_id_to_target_id", None)
-        if draft_logits is not None or offsets is None or self.use_acceptance_estimator or self.use_local_argmax_reduction:
+        if (
+            draft_logits is not None
+            or offsets is None
+            or self.use_acceptance_estimator
+            or self.use_local_argmax_reduction
+        ):
             return super().sample_draft(
                 hidden_states,
                 sample_src_positions,

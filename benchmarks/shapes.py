@@ -1,0 +1,146 @@
+"""Config folders of a target and its drafters at public models' shapes, for runs with dummy weights.
+
+A folder holds a ``config.json`` in the public format of its kind and no weights: with ``load_format="dummy"`` vLLM
+fills the tensors with random numbers of the right shapes. Times are those of the real models, acceptance is not.
+Sources of the shapes: the ``config.json`` of Qwen/Qwen3-0.6B, -4B, -8B and -14B, of AngelSlim's and SafeAILab's EAGLE-3
+drafters, and of z-lab/Qwen3-8B-DFlash-b16.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+
+
+class Shape(NamedTuple):
+    """Sizes of one Qwen3 target and of the drafters that go with it.
+
+    Attributes:
+        hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim, vocab_size: of the target; the
+            drafters' layers are of the same size.
+        tied: whether the target's output head is its embedding.
+        draft_vocab_size: of the EAGLE-3 drafter's own head.
+        dflash_layers: of the DFlash drafter.
+        dflash_block: tokens of a DFlash block, the last accepted one included.
+        mask_token_id: the token that DFlash drafts in place of.
+        max_positions: longest context.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    tied: bool
+    head_dim: int = 128
+    vocab_size: int = 151936
+    draft_vocab_size: int = 32000
+    dflash_layers: int = 5
+    dflash_block: int = 16
+    mask_token_id: int = 151669
+    max_positions: int = 40960
+
+
+SHAPES = {
+    "0.6b": Shape(1024, 3072, 28, 16, 8, tied=True),
+    "4b": Shape(2560, 9728, 36, 32, 8, tied=True),
+    "8b": Shape(4096, 12288, 36, 32, 8, tied=False),
+    "14b": Shape(5120, 17408, 40, 40, 8, tied=False),
+    "pocket": Shape(
+        256,
+        768,
+        8,
+        4,
+        2,
+        tied=True,
+        head_dim=64,
+        vocab_size=4096,
+        draft_vocab_size=4096,
+        dflash_layers=2,
+        dflash_block=8,
+        mask_token_id=3,
+        max_positions=2048,
+    ),
+}
+NUM_DFLASH_TAPS = 5
+
+
+def write_models(folder: Path, shape: Shape) -> dict[str, Path]:
+    """Write the folders ``target``, ``eagle3`` and ``dflash`` below ``folder``.
+
+    Returns:
+        The path of each, by that name.
+    """
+    configs = {"target": target_config(shape), "eagle3": eagle3_config(shape), "dflash": dflash_config(shape)}
+    for name, config in configs.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        (folder / name / "config.json").write_text(json.dumps(config, indent=1))
+        # Our check of a drafter's folder asks for a weight file; nobody reads a tensor from this one.
+        save_file({"unused": torch.zeros(1)}, folder / name / "model.safetensors", metadata={"format": "pt"})
+    return {name: folder / name for name in configs}
+
+
+def target_config(shape: Shape) -> dict[str, Any]:
+    """``config.json`` of the Qwen3 target."""
+    return _layer_config(shape) | {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "num_hidden_layers": shape.num_layers,
+        "tie_word_embeddings": shape.tied,
+    }
+
+
+def eagle3_config(shape: Shape) -> dict[str, Any]:
+    """``config.json`` of an EAGLE-3 drafter, as SafeAILab and AngelSlim write it."""
+    return _layer_config(shape) | {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": shape.draft_vocab_size,
+        "tie_word_embeddings": False,
+    }
+
+
+def dflash_config(shape: Shape) -> dict[str, Any]:
+    """``config.json`` of a DFlash drafter, as z-lab writes it."""
+    return _layer_config(shape) | {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": shape.dflash_layers,
+        "layer_types": ["full_attention"] * shape.dflash_layers,
+        "num_target_layers": shape.num_layers,
+        "block_size": shape.dflash_block,
+        "dflash_config": {
+            "mask_token_id": shape.mask_token_id,
+            "target_layer_ids": dflash_taps(shape.num_layers),
+        },
+        "tie_word_embeddings": False,
+    }
+
+
+def dflash_taps(num_layers: int) -> list[int]:
+    """The target layers that z-lab's drafters tap: five, even from the second to the third from the end."""
+    step = (num_layers - 4) / (NUM_DFLASH_TAPS - 1)
+    return [round(1 + i * step) for i in range(NUM_DFLASH_TAPS)]
+
+
+def _layer_config(shape: Shape) -> dict[str, Any]:
+    return {
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "head_dim": shape.head_dim,
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden_size,
+        "initializer_range": 0.02,
+        "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": shape.max_positions,
+        "num_attention_heads": shape.num_heads,
+        "num_key_value_heads": shape.num_kv_heads,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1000000,
+        "torch_dtype": "bfloat16",
+        "use_cache": True,
+        "vocab_size": shape.vocab_size,
+    }

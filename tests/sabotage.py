@@ -1,0 +1,77 @@
+"""Negative controls: functions that a test sends into a worker to break one thing, and one that mends it again."""
+
+from typing import Any
+
+
+def _replace(worker: Any, owner: Any, name: str, wrapper: Any) -> None:
+    original = getattr(owner, name)
+    worker.sabotaged = [*getattr(worker, "sabotaged", []), (owner, name, original)]
+    setattr(owner, name, wrapper(original))
+
+
+def mend(worker: Any) -> None:
+    """Undo every break of this worker."""
+    for owner, name, original in reversed(getattr(worker, "sabotaged", [])):
+        setattr(owner, name, original)
+    worker.sabotaged = []
+
+
+def _draft_rows(batch: Any) -> list[int]:
+    """Rows of the step's draft tokens: all but the first of every request past its prompt."""
+    rows = []
+    for index in range(batch.num_reqs):
+        start, end = (int(x) for x in batch.query_start_loc_np[index : index + 2])
+        if not batch.is_prefilling_np[index]:
+            rows.extend(range(start + 1, end))
+    return rows
+
+
+def shift_positions(worker: Any) -> None:
+    """The target sees every draft token one position too late."""
+
+    def wrapper(original):
+        def prepare_attn(batch):
+            prepared = original(batch)
+            rows = _draft_rows(batch)
+            batch.positions[rows] += 1
+            return prepared
+
+        return prepare_attn
+
+    _replace(worker, worker.model_runner, "prepare_attn", wrapper)
+
+
+def lose_draft_kv(worker: Any) -> None:
+    """The target's K and V of draft tokens are written nowhere."""
+
+    def wrapper(original):
+        def prepare_attn(batch):
+            tables, slots = original(batch)
+            slots[:, _draft_rows(batch)] = -1
+            return tables, slots
+
+        return prepare_attn
+
+    _replace(worker, worker.model_runner, "prepare_attn", wrapper)
+
+
+def accept_everything(worker: Any) -> None:
+    """Verification finds every draft token overwhelmingly likely."""
+
+    def wrapper(original):
+        def rejection_sampler(logits, batch, *rest):
+            rows = batch.logits_indices.long()
+            for number, (row, following) in enumerate(zip(rows[:-1].tolist(), rows[1:].tolist(), strict=True)):
+                if following == row + 1 and int(batch.expanded_local_pos[number + 1]) > 0:
+                    logits[number, batch.input_ids[following]] += 1e4
+            return original(logits, batch, *rest)
+
+        return rejection_sampler
+
+    _replace(worker, worker.model_runner, "rejection_sampler", wrapper)
+
+
+def swap_taps(worker: Any) -> None:
+    """The drafter is handed the target's layers in the wrong order."""
+    host = worker.model_runner.speculator
+    _replace(worker, host, "tap_indices", lambda taps: {name: layers[::-1] for name, layers in taps.items()})

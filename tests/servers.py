@@ -1,0 +1,102 @@
+"""Starting `vllm serve` as a user would, for the tests."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import engines
+
+START_SECONDS = 600
+SETTINGS = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"]
+
+
+def command(spec: dict[str, Any] | None, *extra: str) -> list[str]:
+    """The command line of a server of the pocket target."""
+    vllm = Path(sys.executable).parent / "vllm"
+    speculative = ["--speculative-config", json.dumps(spec)] if spec else []
+    return [
+        str(vllm),
+        "serve",
+        str(engines.TARGET),
+        "--served-model-name",
+        "pocket",
+        *SETTINGS,
+        *speculative,
+        *extra,
+    ]
+
+
+class Server(NamedTuple):
+    """A running server."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log: Path
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
+            return answer.read().decode()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of a metric's samples that carry these labels."""
+        total = 0.0
+        for line in self.get("/metrics").splitlines():
+            if line.startswith(name) and all(f'{k}="{v}"' in line for k, v in labels.items()):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+    def client(self) -> Any:
+        from openai import OpenAI
+
+        return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=300)
+
+    def kill(self) -> None:
+        """End the whole process group at once, as the kernel would for lack of memory."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+
+
+@contextlib.contextmanager
+def serving(spec: dict[str, Any] | None, *extra: str) -> Iterator[Server]:
+    """Start a server on a free port, wait until it is healthy, stop it at the end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    log = Path(tempfile.mkstemp(suffix=".log")[1])
+    arguments = [*command(spec, *extra), "--host", "127.0.0.1", "--port", str(port)]
+    with log.open("wb") as stream:
+        process = subprocess.Popen(arguments, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
+    server = Server(process, port, log)
+    try:
+        _wait_until_healthy(server)
+        yield server
+        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=30)
+    finally:
+        server.kill()
+        log.unlink()
+
+
+def _wait_until_healthy(server: Server) -> None:
+    deadline = time.monotonic() + START_SECONDS
+    while time.monotonic() < deadline:
+        if server.process.poll() is not None:
+            raise AssertionError(f"the server ended:\n{server.log.read_text()[-3000:]}")
+        with contextlib.suppress(urllib.error.URLError, ConnectionError):
+            server.get("/health")
+            return
+        time.sleep(1)
+    raise AssertionError(f"the server is not healthy after {START_SECONDS} s:\n{server.log.read_text()[-3000:]}")

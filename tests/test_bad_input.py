@@ -1,0 +1,150 @@
+"""Every mistake that a new user makes gets one sentence, before anything heavy is loaded, and a non-zero exit."""
+
+import json
+import shutil
+import subprocess
+
+import engines
+import pytest
+from servers import command
+
+from vllm_crossspec.engine import compat
+
+pytestmark = pytest.mark.e2e
+
+
+def config_of(spec, **extra):
+    """Build the engine's configuration, as `vllm serve` and `LLM` both do first."""
+    from vllm import EngineArgs
+
+    arguments = EngineArgs(
+        str(engines.TARGET),
+        dtype="float32",
+        max_model_len=512,
+        enforce_eager=True,
+        speculative_config=spec,
+        **extra,
+    )
+    return arguments.create_engine_config()
+
+
+def changed(source, folder, **changes):
+    """A copy of a drafter whose config.json says something else."""
+    shutil.copytree(source, folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
+
+
+def truncated(source, folder):
+    shutil.copytree(source, folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100_000])
+    return folder
+
+
+EAGLE3 = engines.ours("eagle3", engines.EAGLE3)
+DFLASH = engines.ours("dflash", engines.DFLASH)
+
+CASES = {
+    "unknown key": (lambda tmp: EAGLE3 | {"tre": 1}, "unknown key 'tre'; did you mean 'tree'"),
+    "unknown method": (
+        lambda tmp: EAGLE3 | {"method": "eagle33"},
+        "unknown method 'eagle33'; did you mean 'eagle3'",
+    ),
+    "no such folder": (
+        lambda tmp: EAGLE3 | {"model": str(tmp / "none")},
+        "speculative_config.model: there is no folder",
+    ),
+    "the target as drafter": (lambda tmp: EAGLE3 | {"model": str(engines.TARGET)}, "not an EAGLE-3 drafter"),
+    "another hidden size": (
+        lambda tmp: EAGLE3 | {"model": str(changed(engines.EAGLE3, tmp / "d", hidden_size=512))},
+        "reads states of width 512, but .* has hidden size 256; it was trained for another target",
+    ),
+    "another vocabulary": (
+        lambda tmp: DFLASH | {"model": str(changed(engines.DFLASH, tmp / "d", vocab_size=32000))},
+        "vocabulary of 32000 tokens, but .* has 4096; it was trained for another target",
+    ),
+    "layers out of range": (
+        lambda tmp: (
+            DFLASH
+            | {
+                "model": str(
+                    changed(
+                        engines.DFLASH,
+                        tmp / "d",
+                        dflash_config={"mask_token_id": 3, "target_layer_ids": [1, 40]},
+                    )
+                )
+            }
+        ),
+        r"taps target layers \[2, 41\], but .* has 8",
+    ),
+    "truncated weights": (
+        lambda tmp: EAGLE3 | {"model": str(truncated(engines.EAGLE3, tmp / "d"))},
+        "model.safetensors is damaged or cut short .*copy it again",
+    ),
+    "longer than the block": (
+        lambda tmp: DFLASH | {"num_speculative_tokens": 15},
+        "num_speculative_tokens is 15, but this drafter's block holds 7 draft tokens; use 7 or less",
+    ),
+    "one of two drafters missing": (
+        lambda tmp: engines.both("eagle3") | {"drafters": {"eagle3": {"model": str(tmp / "none")}}},
+        "speculative_config.drafters.eagle3.model: there is no folder",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_sentence(tmp_path, name):
+    make, sentence = CASES[name]
+    with pytest.raises(ValueError, match=sentence) as caught:
+        config_of(make(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_the_v1_runner_is_refused(monkeypatch):
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    with pytest.raises(ValueError, match="needs vLLM's V2 model runner; unset VLLM_USE_V2_MODEL_RUNNER"):
+        config_of(EAGLE3)
+
+
+def test_pipeline_parallelism_is_refused():
+    with pytest.raises(ValueError, match=r"pipeline parallelism with vllm_crossspec \(use tensor parallelism\)"):
+        config_of(EAGLE3, pipeline_parallel_size=2, distributed_executor_backend="mp")
+
+
+def test_good_settings_are_resolved():
+    config = config_of({k: v for k, v in DFLASH.items() if k != "num_speculative_tokens"})
+    assert config.speculative_config.num_speculative_tokens == 7
+    assert config.additional_config["crossspec"]["drafters"]["dflash"]["target_layers"]
+
+
+def test_native_methods_stay_untouched():
+    config = config_of(engines.native("eagle3", engines.EAGLE3))
+    assert "crossspec" not in (config.additional_config or {})
+
+
+def test_another_vllm_is_refused(monkeypatch):
+    monkeypatch.setattr("vllm.version.__version__", "0.33.1")
+    with pytest.raises(RuntimeError, match="needs vLLM >=0.32,<0.33 and found 0.33.1"):
+        compat.require()
+
+
+def test_a_changed_signature_is_refused(monkeypatch):
+    import vllm.v1.worker.gpu.spec_decode as package
+
+    monkeypatch.setattr(package, "init_speculator", lambda vllm_config, device: None)
+    with pytest.raises(RuntimeError, match=r"init_speculator takes \(vllm_config device\) in this vLLM"):
+        compat.require()
+
+
+def test_this_vllm_fits():
+    assert compat.check() == []
+
+
+def test_the_server_says_it_too(tmp_path):
+    spec = EAGLE3 | {"model": str(tmp_path / "none")}
+    ended = subprocess.run(command(spec), capture_output=True, text=True, timeout=300)
+    assert ended.returncode != 0
+    assert "speculative_config.model: there is no folder" in (ended.stdout + ended.stderr)

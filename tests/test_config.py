@@ -1,0 +1,118 @@
+"""What users may write in --speculative-config, and the one sentence that they get for anything else."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from vllm_crossspec.config import CrossSpecConfig, is_ours, parse
+
+NATIVE_METHODS = {"eagle", "eagle3", "dflash", "ngram", "draft_model"}
+NATIVE_KEYS = {"method", "model", "num_speculative_tokens", "draft_tensor_parallel_size", "attention_backend"}
+CHAIN = {"type": "chain"}
+CONFIGS = Path(__file__).parents[1] / "configs"
+
+
+def parsed(**raw):
+    return parse(raw, NATIVE_KEYS)
+
+
+@pytest.mark.parametrize(
+    ("raw", "ours"),
+    [
+        ({"method": "eagle3", "model": "m", "num_speculative_tokens": 3}, False),
+        ({"method": "eagle3", "model": "m", "tree": CHAIN}, True),
+        ({"method": "dflash", "model": "m", "verification": "rejection"}, True),
+        ({"method": "ngram", "num_speculative_tokens": 3}, False),
+        ({"model": "m", "num_speculative_tokens": 3}, False),
+        ({"method": "whiflash", "drafters": {}}, True),
+    ],
+)
+def test_only_our_dictionaries_are_ours(raw, ours):
+    assert is_ours(raw, NATIVE_METHODS) is ours
+
+
+def test_single_drafter_becomes_one_entry():
+    config = parsed(method="eagle3", model="m", num_speculative_tokens=4, tree=CHAIN, attention_backend="X")
+    assert list(config.drafters) == ["eagle3"] and config.active == "eagle3"
+    drafter = config.drafters["eagle3"]
+    assert (drafter.kind, drafter.model, drafter.num_speculative_tokens) == ("eagle3", "m", 4)
+    assert drafter.native == {"attention_backend": "X"}
+
+
+def test_several_drafters_and_the_one_that_drafts():
+    drafters = {"fast": {"type": "dflash", "model": "a"}, "eagle3": {"model": "b"}}
+    config = parsed(method="whiflash", drafters=drafters, router={"policy": "fixed", "drafter": "eagle3"})
+    assert [d.kind for d in config.drafters.values()] == ["dflash", "eagle3"]
+    assert config.active == "eagle3"
+
+
+def test_settings_survive_the_way_to_the_workers():
+    config = parsed(method="dflash", model="m", tree=CHAIN)
+    assert CrossSpecConfig(**config.model_dump(mode="json")) == config
+
+
+@pytest.mark.parametrize(
+    ("raw", "sentence"),
+    [
+        (
+            {"method": "eagle3", "model": "m", "tre": CHAIN, "tree": CHAIN},
+            "unknown key 'tre'; did you mean 'tree'?",
+        ),
+        (
+            {"method": "eagle3", "model": "m", "tree": {"type": "chian"}},
+            r"tree.type: input should be 'chain' \(got 'chian'\)",
+        ),
+        (
+            {"method": "eagle3", "model": "m", "tree": {"typ": "chain"}},
+            "unknown key 'tree.typ'; did you mean 'type'?",
+        ),
+        ({"method": "eagle3", "tree": CHAIN}, "speculative_config.model is missing"),
+        (
+            {"method": "eagle3", "model": "m", "tree": CHAIN, "num_speculative_tokens": 0},
+            "num_speculative_tokens: .*greater than",
+        ),
+        (
+            {"method": "eagle3", "model": "m", "drafters": {}},
+            "speculative_config.drafters belongs to method 'whiflash'",
+        ),
+        (
+            {"method": "dflash", "model": "m", "verification": "macth"},
+            "verification: input should be 'rejection'",
+        ),
+        ({"method": "whiflash"}, "speculative_config.drafters must name at least one drafter"),
+        (
+            {"method": "whiflash", "drafters": {"eagle": {"model": "m"}}},
+            "no drafter is called 'eagle'; did you mean 'eagle3'",
+        ),
+        (
+            {"method": "whiflash", "drafters": {"eagle3": {}}},
+            "speculative_config.drafters.eagle3.model is missing",
+        ),
+        (
+            {"method": "whiflash", "drafters": {"eagle3": "m"}},
+            "drafters.eagle3 must be an object with a `model`",
+        ),
+        (
+            {"method": "whiflash", "drafters": {"eagle3": {"model": "m"}}, "router": {"drafter": "dflash"}},
+            "router.drafter is 'dflash', which is none of drafters",
+        ),
+    ],
+)
+def test_bad_settings_get_one_sentence(raw, sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
+        parsed(**raw)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_method_names_the_nearest():
+    with pytest.raises(ValueError, match="unknown method 'eagel3'; did you mean 'eagle3'"):
+        is_ours({"method": "eagel3", "model": "m"}, NATIVE_METHODS)
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.json")), ids=lambda file: file.stem)
+def test_shipped_configurations_parse(file):
+    raw = json.loads(file.read_text())
+    assert is_ours(raw, NATIVE_METHODS)
+    for name, drafter in parse(raw, NATIVE_KEYS).drafters.items():
+        assert drafter.kind == name

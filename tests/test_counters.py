@@ -1,0 +1,68 @@
+"""The acceptance counters: the kernel against its naive twin, and what must not be counted."""
+
+import pytest
+import torch
+
+from vllm_crossspec.metrics import kernel, naive
+from vllm_crossspec.metrics.counters import AcceptanceCounters
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def random_step(seed, slots, rows, positions, drafters):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator, dtype=torch.int32)
+
+    mapping = torch.randperm(slots, generator=generator)[:rows].to(torch.int32)
+    mapping[draw(0, 8, rows) == 0] = -1
+    drafted = draw(0, positions + 1, rows)
+    accepted = torch.minimum(draw(0, positions + 1, rows), drafted)
+    in_chunk = draw(0, 6, rows) == 0
+    sampled = torch.where(in_chunk, 0, accepted + 1).to(torch.int32)
+    rejected = torch.where(in_chunk, 0, drafted - accepted).to(torch.int32)
+    state = draw(-1, drafters, slots)
+    return mapping, sampled, rejected, draw(0, 60, slots), draw(0, 30, slots), state
+
+
+@pytest.mark.parametrize(("slots", "rows", "positions", "drafters"), [(1, 1, 1, 1), (7, 5, 3, 2), (64, 33, 15, 3)])
+@pytest.mark.parametrize("seed", range(5))
+def test_kernel_equals_naive(seed, slots, rows, positions, drafters):
+    mapping, sampled, rejected, computed, prefill, state = random_step(seed, slots, rows, positions, drafters)
+    results = []
+    for implementation in (naive, kernel):
+        counts = torch.full((drafters, 3 + positions), 5, dtype=torch.int64, device=DEVICE)
+        drafted_by = state.clone().to(DEVICE)
+        arguments = [t.to(DEVICE) for t in (mapping, sampled, rejected, computed, prefill)]
+        implementation.record_acceptance(counts, drafted_by, *arguments)
+        implementation.mark_drafted(drafted_by, arguments[0][::2].contiguous(), drafters - 1)
+        results.append((counts.cpu(), drafted_by.cpu()))
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_what_counts_and_what_does_not():
+    counters = AcceptanceCounters(("a", "b"), max_num_reqs=4, num_positions=3, device=torch.device(DEVICE))
+
+    def verdict(slot, sampled, rejected, computed, prompt):
+        one = [torch.tensor([v], dtype=torch.int32, device=DEVICE) for v in (slot, sampled, rejected)]
+        per_slot = [torch.full((4,), v, dtype=torch.int32, device=DEVICE) for v in (computed, prompt)]
+        counters.record(*one, *per_slot)
+
+    slots = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    counters.mark_drafted(slots, 1)
+    verdict(2, sampled=3, rejected=1, computed=13, prompt=10)  # 3 drafted, 2 accepted
+    verdict(2, sampled=3, rejected=1, computed=16, prompt=10)  # nobody drafted since: not counted
+    counters.mark_drafted(slots, 1)
+    verdict(2, sampled=1, rejected=3, computed=8, prompt=10)  # placeholders inside a prompt: not counted
+    counters.mark_drafted(slots, 0)
+    verdict(2, sampled=1, rejected=0, computed=11, prompt=10)  # nothing was drafted in this step
+    stats = counters.snapshot()
+    assert stats["b"] == {
+        "drafts": 1,
+        "draft_tokens": 3,
+        "accepted_tokens": 2,
+        "accepted_per_position": [1, 1, 0],
+    }
+    assert stats["a"]["drafts"] == 0

@@ -1,0 +1,154 @@
+"""Public checkpoint formats: what is read from them, and every way in which one can be wrong."""
+
+import json
+
+import checkpoints
+import pytest
+
+from vllm_crossspec.drafters.checkpoint import check_drafter
+from vllm_crossspec.types import TargetFacts
+
+TARGET_CONFIG = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "vocab_size": 256,
+    "num_hidden_layers": 8,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+}
+TARGET = TargetFacts("the target", hidden_size=64, vocab_size=256, num_layers=8)
+
+
+@pytest.fixture()
+def target_folder(tmp_path):
+    folder = tmp_path / "target"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(TARGET_CONFIG))
+    return folder
+
+
+@pytest.fixture()
+def eagle3(tmp_path, target_folder):
+    return checkpoints.random_eagle3(tmp_path / "eagle3", target_folder, draft_vocab_size=128)
+
+
+@pytest.fixture()
+def dflash(tmp_path, target_folder):
+    return checkpoints.random_dflash(tmp_path / "dflash", target_folder)
+
+
+def check(kind, folder, target=TARGET):
+    return check_drafter(kind, str(folder), "speculative_config.model", target)
+
+
+def edit(folder, **changes):
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def test_eagle3_formats_say_the_same(tmp_path, target_folder, eagle3):
+    facts = check("eagle3", eagle3)
+    assert facts.target_layers == (2, 4, 5) and facts.draft_vocab_size == 128 and facts.max_draft_tokens is None
+    assert check("eagle3", checkpoints.eagle3_as_bin(eagle3, tmp_path / "bin")) == facts
+    speculators = checkpoints.eagle3_as_speculators(eagle3, tmp_path / "speculators", target_folder)
+    assert check("eagle3", speculators) == facts
+
+
+def test_dflash_formats_say_the_same(tmp_path, target_folder, dflash):
+    facts = check("dflash", dflash)
+    assert facts.target_layers == (2, 5) and facts.max_draft_tokens == 7 and facts.mask_token_id == 3
+    assert check("dflash", checkpoints.dflash_as_speculators(dflash, tmp_path / "s", target_folder)) == facts
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"hidden_size": 128}, "reads states of width 128, but the target has hidden size 64"),
+        ({"vocab_size": 300}, "vocabulary of 300 tokens, but the target has 256"),
+        ({"draft_vocab_size": 512}, "draft_vocab_size 512 is larger than the vocabulary"),
+        (
+            {"eagle_aux_hidden_state_layer_ids": [2, 4, 9]},
+            r"taps target layers \[2, 4, 9\], but the target has 8",
+        ),
+        ({"vocab_size": None}, "config.json has no 'vocab_size'"),
+        ({"speculators_model_type": "dflash"}, "not an EAGLE-3 drafter"),
+        ({"num_hidden_layers": 28}, "a model of 28 layers, not an EAGLE-3 drafter"),
+    ],
+)
+def test_wrong_eagle3_config(eagle3, changes, sentence):
+    edit(eagle3, **changes)
+    with pytest.raises(ValueError, match=sentence):
+        check("eagle3", eagle3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 8]}}, r"taps target layers \[2, 9\]"),
+        ({"dflash_config": {"mask_token_id": 999, "target_layer_ids": [1]}}, "mask_token_id 999 is outside"),
+        ({"dflash_config": {"target_layer_ids": [1]}}, "config.json has no 'mask_token_id'"),
+        ({"dflash_config": None}, "it is not a DFlash drafter"),
+        ({"num_target_layers": 36}, "trained for a target of 36 layers, but the target has 8"),
+        ({"block_size": None}, "config.json has no block_size"),
+    ],
+)
+def test_wrong_dflash_config(dflash, changes, sentence):
+    edit(dflash, **changes)
+    with pytest.raises(ValueError, match=sentence):
+        check("dflash", dflash)
+
+
+def test_drafter_of_the_other_kind(eagle3, dflash):
+    with pytest.raises(ValueError, match="it is not a DFlash drafter"):
+        check("dflash", eagle3)
+    with pytest.raises(ValueError, match="not an EAGLE-3 drafter"):
+        check("eagle3", dflash)
+
+
+def test_missing_folder_and_missing_files(tmp_path, eagle3, monkeypatch):
+    with pytest.raises(ValueError, match="there is no folder"):
+        check("eagle3", tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="has no config.json"):
+        check("eagle3", tmp_path / "empty")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match="give a local folder"):
+        check("eagle3", "no-such-org/no-such-drafter")
+    (eagle3 / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match="holds no .safetensors or .bin weights"):
+        check("eagle3", eagle3)
+
+
+@pytest.mark.parametrize("share", [0.001, 0.5, 0.999])
+def test_truncated_safetensors(eagle3, share):
+    file = eagle3 / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(ValueError, match="model.safetensors is damaged or cut short"):
+        check("eagle3", eagle3)
+
+
+def test_truncated_bin(tmp_path, eagle3):
+    folder = checkpoints.eagle3_as_bin(eagle3, tmp_path / "bin")
+    file = folder / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:-2000])
+    with pytest.raises(ValueError, match="pytorch_model.bin is damaged or cut short"):
+        check("eagle3", folder)
+
+
+def test_missing_shard(eagle3):
+    index = {"weight_map": {"fc.weight": "model-00001-of-00002.safetensors"}}
+    (eagle3 / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="model-00001-of-00002.safetensors is named by"):
+        check("eagle3", eagle3)
+
+
+def test_config_that_is_not_json(eagle3):
+    (eagle3 / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is not valid JSON"):
+        check("eagle3", eagle3)

@@ -1,0 +1,75 @@
+"""The promise: with any proposer the text is the target's own, and ours draft exactly as vLLM's native methods do."""
+
+import functools
+
+import engines
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+SPECS = {
+    "plain": None,
+    "eagle3": engines.ours("eagle3", engines.EAGLE3),
+    "dflash": engines.ours("dflash", engines.DFLASH),
+    "native eagle3": engines.native("eagle3", engines.EAGLE3),
+    "native dflash": engines.native("dflash", engines.DFLASH),
+    "both, eagle3 drafts": engines.both("eagle3"),
+    "both, dflash drafts": engines.both("dflash"),
+}
+SPECULATIVE = [name for name in SPECS if name != "plain"]
+
+
+@functools.cache
+def results(name):
+    # One of them without async scheduling: there our counters and vLLM's count the same rounds.
+    return engines.run_scenarios(SPECS[name], async_scheduling=name != "both, dflash drafts")
+
+
+@pytest.mark.parametrize("scenario", ["one", "eight", "chunked", "prefix"])
+@pytest.mark.parametrize("name", SPECULATIVE)
+def test_greedy_is_plain(name, scenario):
+    assert results(name).tokens[scenario] == results("plain").tokens[scenario]
+
+
+@pytest.mark.parametrize("name", SPECULATIVE)
+def test_drafts_were_made_and_accepted(name):
+    counts = results(name).counts
+    assert counts.drafts > 20
+    assert counts.accepted / counts.drafts > 0.5
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_same_acceptance_as_native(name):
+    mine, native = results(name).counts, results(f"native {name}").counts
+    assert (mine.drafts, mine.per_position) == (native.drafts, native.per_position)
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_a_second_drafter_changes_nothing(name):
+    alone, together = results(name).counts, results(f"both, {name} drafts").counts
+    assert together.per_position == alone.per_position
+
+
+@pytest.mark.parametrize("name", ["plain", *SPECULATIVE])
+def test_seeded_runs_repeat(name):
+    tokens = results(name).tokens
+    assert tokens["seeded again"] == tokens["seeded"]
+
+
+def test_scheduling_is_what_the_tests_say():
+    assert results("eagle3").is_async and results("dflash").is_async
+    assert not results("both, dflash drafts").is_async
+
+
+def test_our_counters_say_who_drafted():
+    found = results("both, dflash drafts")
+    assert found.stats["eagle3"]["drafts"] == 0
+    assert found.stats["dflash"]["accepted_tokens"] == found.counts.accepted
+    assert found.stats["dflash"]["accepted_per_position"] == found.counts.per_position
+    # vLLM also counts the placeholder drafts with which the scheduler pads a cached prompt.
+    assert 0 < found.stats["dflash"]["drafts"] <= found.counts.drafts
+
+
+def test_plain_and_native_engines_have_no_counters_of_ours():
+    assert results("plain").stats is None
+    assert results("native eagle3").stats is None

@@ -1,0 +1,90 @@
+"""`vllm serve` with each method, the official client, and what happens when things go wrong."""
+
+import concurrent.futures
+import json
+import threading
+
+import engines
+import httpx
+import openai
+import pytest
+from servers import serving
+
+pytestmark = pytest.mark.e2e
+
+MAX_TOKENS = 32
+SPECS = {
+    "eagle3": engines.ours("eagle3", engines.EAGLE3),
+    "dflash": engines.ours("dflash", engines.DFLASH),
+}
+
+
+@pytest.fixture(scope="module")
+def questions():
+    rows = [json.loads(line) for line in (engines.POCKET / "prompts.jsonl").read_text().splitlines()]
+    return [row["prompt"] for row in rows][::3][:8]
+
+
+@pytest.fixture(scope="module")
+def plain(questions):
+    """What the target alone answers, offline."""
+    with engines.engine(None) as llm:
+        ids = engines.generate(llm, [engines.chat(q) for q in questions], max_tokens=MAX_TOKENS)
+        return [llm.get_tokenizer().decode(i, skip_special_tokens=True) for i in ids]
+
+
+def ask(client, question, **extra):
+    messages = [{"role": "user", "content": question}]
+    return client.chat.completions.create(
+        model="pocket", messages=messages, temperature=0, max_tokens=MAX_TOKENS, **extra
+    )
+
+
+def complete(client, question, **extra):
+    return client.completions.create(
+        model="pocket", prompt=engines.chat(question), temperature=0, max_tokens=MAX_TOKENS, **extra
+    )
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_the_client_gets_plains_text(name, questions, plain):
+    with serving(SPECS[name]) as server:
+        client = server.client()
+        assert complete(client, questions[0]).choices[0].text == plain[0]
+        assert ask(client, questions[1]).choices[0].message.content == plain[1]
+        streamed = "".join(c.choices[0].delta.content or "" for c in ask(client, questions[2], stream=True))
+        assert streamed == plain[2]
+        drafts = server.metric("crossspec:drafts_total", drafter=name)
+        assert drafts > 0
+
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(lambda q: ask(client, q).choices[0].message.content, questions))
+        assert answers == plain
+
+        with pytest.raises(openai.BadRequestError, match="maximum context length"):
+            complete(client, "word " * 2000)
+        assert complete(client, questions[0]).choices[0].text == plain[0]
+        check_metrics(server, name, drafts)
+
+
+def check_metrics(server, name, drafts_before):
+    wait = threading.Event()
+    wait.wait(3)  # our counters are published once a second
+    drafts = server.metric("crossspec:drafts_total", drafter=name)
+    accepted = server.metric("crossspec:accepted_tokens_total", drafter=name)
+    assert drafts > drafts_before
+    assert server.metric("crossspec:accepted_tokens_per_pos_total", drafter=name) == accepted
+    assert server.metric("crossspec:draft_tokens_total", drafter=name) >= engines.K * drafts * 0.9
+    assert accepted >= server.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
+
+
+def test_killed_with_requests_in_flight_and_started_again(questions, plain):
+    with serving(SPECS["dflash"]) as server:
+        stream = ask(server.client(), questions[0], stream=True, extra_body={"ignore_eos": True})
+        next(iter(stream))
+        server.kill()
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            for _ in stream:
+                pass
+    with serving(SPECS["dflash"]) as server:
+        assert ask(server.client(), questions[0]).choices[0].message.content == plain[0]

@@ -1,0 +1,62 @@
+"""The `crossspec` command: what it offers, and how it says that something went wrong."""
+
+import os
+import sys
+
+import typer
+
+from vllm_crossspec.cli.bench import bench
+from vllm_crossspec.cli.demo import demo
+from vllm_crossspec.cli.doctor import doctor
+from vllm_crossspec.cli.runner import EngineError
+
+DEBUG_VARIABLE = "CROSSSPEC_DEBUG"
+USAGE_ERROR = 2
+
+app = typer.Typer(
+    name="crossspec",
+    help="Faster generation with vLLM, the target model's own text: drafters as plugins, side by side.",
+    epilog=f"Errors are one sentence and exit code 2; {DEBUG_VARIABLE}=1 shows where they come from.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(demo)
+app.command()(bench)
+app.command()(doctor)
+
+
+@app.command(
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+def train(context: typer.Context) -> None:
+    """Train pocket models: the target, or a drafter for it (`crossspec train --help`)."""
+    # Its imports (torch, transformers) take seconds and belong to an extra that not everyone installs.
+    try:
+        from vllm_crossspec.cli.train import app as train_app
+    except ModuleNotFoundError as problem:
+        raise ValueError(f'training needs {problem.name}: run `pip install "vllm-crossspec[train]"`') from problem
+
+    train_app(context.args, prog_name="crossspec train")
+
+
+def main() -> None:
+    """Entry point: a mistake that the user can mend is one sentence, not a traceback."""
+    try:
+        app()
+    except (ValueError, OSError, EngineError) as problem:
+        if os.environ.get(DEBUG_VARIABLE):
+            raise
+        typer.secho(f"crossspec: {_sentence(problem)}", fg=typer.colors.RED, err=True)
+        sys.exit(USAGE_ERROR)
+
+
+def _sentence(problem: Exception) -> str:
+    if isinstance(problem, OSError) and problem.filename is not None:
+        return f"{problem.filename}: {problem.strerror}"
+    return str(problem)
+
+
+if __name__ == "__main__":
+    main()

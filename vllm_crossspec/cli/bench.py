@@ -1,0 +1,135 @@
+"""`crossspec bench`: the demo's comparison for any model, any speculative configs and any prompts."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_crossspec.cli.compare import compare
+from vllm_crossspec.cli.demo import POCKET, require_identical
+from vllm_crossspec.cli.prompts import read_prompts
+from vllm_crossspec.cli.runner import PLAIN, Job, Prompt, by_category
+
+ModelOption = Annotated[str, typer.Option(help="The target: a local folder or a hub id.")]
+SpecOption = Annotated[
+    list[Path] | None,
+    typer.Option("--spec", help="A file with the JSON of --speculative-config; repeatable. Its name is the method's."),
+]
+PromptsOption = Annotated[
+    Path | None,
+    typer.Option(help="JSON lines with `prompt`, or Spec-Bench's `turns`, and `category`. Default: the demo's."),
+]
+DtypeOption = Annotated[
+    str,
+    typer.Option(help="Weights' type. Texts can be expected to equal plain's to the token in float32 only."),
+]
+
+
+def bench(
+    model: ModelOption,
+    spec: SpecOption = None,
+    prompts: PromptsOption = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use this many prompts of each category.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from this share of probability.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many tokens; 0 is all.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of sampling; each prompt adds its number.")] = 0,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Always generate --max-tokens.")] = False,
+    batch_size: Annotated[int, typer.Option(min=1, help="Most requests at a time.")] = 8,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--raw", help="Wrap prompts in the chat template. Default: if there is one."),
+    ] = None,
+    baseline: Annotated[bool, typer.Option(help="Run plain generation, too, and compare with it.")] = True,
+    require_same: Annotated[
+        bool, typer.Option("--require-identical", help="Exit with 1 where a text is not plain's.")
+    ] = False,
+    dtype: DtypeOption = "auto",
+    max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest prompt and answer, in tokens.")] = None,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(min=0.05, max=1.0, help="vLLM's own.")] = None,
+    tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="vLLM's own.")] = None,
+    enforce_eager: Annotated[
+        bool | None,
+        typer.Option(help="Without compilation and CUDA graphs. Default: vLLM's on a GPU, yes on CPU."),
+    ] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="vLLM's own.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the table as one JSON document.")] = None,
+) -> None:
+    """Compare speculative configs on any model and prompts, side by side in one run.
+
+    Each config runs in an engine of its own, one after the other, after plain generation. Columns and JSON
+    document are those of `crossspec demo`; its help explains them. A row with several turns is asked one turn
+    at a time, and each turn counts as a prompt.
+
+    Example: crossspec bench --model Qwen/Qwen3-8B --spec eagle3.json --spec dflash.json --prompts my.jsonl
+    """
+    settings = {
+        "model": model,
+        "dtype": dtype,
+        "max_num_seqs": batch_size,
+        "max_model_len": max_model_len,
+        "gpu_memory_utilization": gpu_memory_utilization,
+        "tensor_parallel_size": tensor_parallel_size,
+        "enforce_eager": enforce_eager,
+        "trust_remote_code": trust_remote_code or None,
+    }
+    sampling: dict[str, Any] = {
+        "temperature": temperature,
+        "max_tokens": max_tokens,
+        "ignore_eos": ignore_eos,
+    }
+    if temperature > 0:
+        sampling |= {"top_p": top_p, "top_k": top_k, "seed": seed}
+    configs: dict[str, dict[str, Any] | None] = {PLAIN: None} if baseline else {}
+    configs |= read_configs(spec or [])
+    if not configs:
+        raise ValueError("--no-baseline leaves nothing to run: name at least one --spec file")
+    chosen = _first(read_prompts(prompts or POCKET / "prompts.jsonl"), limit)
+    jobs = [
+        Job(
+            method=name,
+            engine={**settings, "speculative_config": config},
+            sampling=sampling,
+            prompts=chosen,
+            chat=chat,
+        )
+        for name, config in configs.items()
+    ]
+    about = {
+        "model": model,
+        "dtype": dtype,
+        "batch_size": batch_size,
+        "sampling": sampling,
+        "configs": configs,
+    }
+    rows, _ = compare(jobs, about, json_file)
+    if require_same:
+        require_identical(rows)
+
+
+def read_configs(files: list[Path]) -> dict[str, dict[str, Any] | None]:
+    """Speculative configs by the names of their files.
+
+    Raises:
+        ValueError: a file that is no JSON object, or a name that two files share.
+        OSError: a file cannot be read.
+    """
+    configs: dict[str, dict[str, Any] | None] = {}
+    for file in files:
+        name = file.stem
+        if name in configs or name == PLAIN:
+            raise ValueError(f"--spec {file}: another row is called {name!r} already: rename the file")
+        try:
+            config = json.loads(file.read_text())
+        except json.JSONDecodeError as problem:
+            raise ValueError(f"--spec {file} is not JSON (line {problem.lineno}: {problem.msg})") from problem
+        if not isinstance(config, dict):
+            raise ValueError(f"--spec {file} is not an object: write what --speculative-config takes")
+        configs[name] = config
+    return configs
+
+
+def _first(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
+    return [prompt for group in by_category(prompts).values() for prompt in group[:limit]]

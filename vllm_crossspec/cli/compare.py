@@ -1,0 +1,112 @@
+"""Runs jobs one after the other under a progress bar, and shows and writes their rows."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+)
+from rich.table import Table
+
+from vllm_crossspec.cli import meta, runner
+from vllm_crossspec.cli.runner import ALL, Job, Row, Run
+
+MINIMUM_WIDTH = 118
+"""Columns that the table takes where the output is no terminal and rich would assume 80."""
+
+INTERPRETED = "seconds: not meaningful, kernels are interpreted on this machine (counts and texts are real)"
+
+
+def compare(jobs: Sequence[Job], settings: dict[str, Any], json_file: Path | None) -> tuple[list[Row], list[Run]]:
+    """Run all jobs, print the table, write the document; the rows and what each engine did."""
+    if json_file is not None:
+        check_writable(json_file)
+    progress_console, console = Console(stderr=True), _console()
+    runs = _run_all(jobs, progress_console)
+    rows = runner.rows(runs)
+    about = meta.describe(runs, settings)
+    console.print(table(rows, interpreted=about["kernels_interpreted"]))
+    if json_file is not None:
+        document = {"rows": [row.as_dict() for row in rows], "meta": about}
+        json_file.write_text(json.dumps(document, indent=2) + "\n")
+    return rows, runs
+
+
+def check_writable(json_file: Path) -> None:
+    """Find out before the run, not after it. Raises ValueError."""
+    if json_file.is_dir() or not json_file.resolve().parent.is_dir():
+        raise ValueError(f"--json {json_file}: name a file in a folder that exists")
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, MINIMUM_WIDTH))
+
+
+def _run_all(jobs: Sequence[Job], console: Console) -> list[Run]:
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    runs = []
+    with Progress(*columns, console=console) as progress:
+        for job in jobs:
+            most = sum(len(p.turns) for p in job.prompts) * job.sampling["max_tokens"]
+            task = progress.add_task(f"{job.method}: starting the engine", total=most)
+
+            def listen(event: dict[str, Any], method: str = job.method, task: Any = task) -> None:
+                if event["event"] == "ready":
+                    progress.update(task, description=f"{method}: generating tokens")
+                elif event["event"] == "progress":
+                    progress.advance(task, event["num_tokens"])
+
+            runs.append(runner.run(job, listen))
+            # Texts end before the limit where the model says so: then this is all there was.
+            done = next(t.completed for t in progress.tasks if t.id == task)
+            progress.update(task, description=f"{job.method}: done", total=done)
+    return runs
+
+
+def table(rows: Sequence[Row], *, interpreted: bool) -> Table:
+    """The rows as a table.
+
+    Args:
+        interpreted: whether Triton's kernels were interpreted, so that seconds say nothing about speed.
+    """
+    grid = Table(caption=INTERPRETED if interpreted else None, caption_justify="left")
+    grid.add_column("method")
+    grid.add_column("category")
+    for name in ("prompts", "tokens", "target\ncalls", "acceptance\nlength"):
+        grid.add_column(name, justify="right")
+    grid.add_column("accepted per position\n(% of rounds)")
+    grid.add_column("identical\nto plain", justify="center")
+    grid.add_column("seconds\n(not meaningful)" if interpreted else "seconds", justify="right")
+    for row in rows:
+        grid.add_row(*_cells(row), style="bold" if row.category == ALL else None, end_section=row.category == ALL)
+    return grid
+
+
+def _cells(row: Row) -> list[str]:
+    shares = " ".join(f"{100 * count / row.num_rounds:3.0f}" for count in row.accepted_per_position if row.num_rounds)
+    identical = {None: "-", True: "yes", False: "[red]no[/red]"}[row.identical_to_plain]
+    counts = (row.num_prompts, row.num_tokens, row.num_target_calls)
+    return [
+        row.method,
+        row.category,
+        *map(str, counts),
+        f"{row.acceptance_length:.2f}",
+        shares,
+        identical,
+        f"{row.seconds:.2f}",
+    ]

