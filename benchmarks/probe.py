@@ -15,6 +15,7 @@ import time
 import warnings
 from bisect import bisect_right
 from collections import Counter
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -155,7 +156,7 @@ class Probe:
             undo()
         self._undo = []
         found: dict[str, Any] = {"rounds": [], "sync_places": {}, "calls": None}
-        for this, following in zip(rounds, rounds[1:], strict=False):
+        for this, following in pairwise(rounds):
             if this.is_decode and any(stage == "target" for stage, *_ in this.marks):
                 found["rounds"].append(_describe(this, following.marks[0]))
         if self.mode == "count":
@@ -223,9 +224,7 @@ def _describe(this: Round, end: tuple[str, float, Any, int | None]) -> dict[str,
     host = dict.fromkeys(STAGES, 0.0)
     device = dict.fromkeys(STAGES, 0.0)
     counts: Counter[tuple[str, str]] = Counter(this.counts)
-    for (stage, clock, event, allocations), (_, next_clock, next_event, next_allocations) in zip(
-        marks, marks[1:], strict=False
-    ):
+    for (stage, clock, event, allocations), (_, next_clock, next_event, next_allocations) in pairwise(marks):
         host[stage] += (next_clock - clock) * 1e3
         if event is not None:
             device[stage] += event.elapsed_time(next_event)
@@ -278,7 +277,7 @@ def describe(worker: Any) -> dict[str, Any]:
     owners = {"target": runner, "draft": runner.speculator}
     owners |= {f"draft {name}": p for name, p in getattr(runner.speculator, "proposers", {}).items()}
     graphs = {
-        f"{owner}: {name.removesuffix('_cudagraph_manager')}": len(manager.graphs)
+        f"{owner} {name.removesuffix('cudagraph_manager').rstrip('_')}".strip(): len(manager.graphs)
         for owner, thing in owners.items()
         if thing is not None
         for name, manager in vars(thing).items()

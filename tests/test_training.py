@@ -10,7 +10,9 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from typer.testing import CliRunner
 
+from vllm_crossspec.cli.train import app as train_app
 from vllm_crossspec.training import dflash, eagle3
 from vllm_crossspec.training.acceptance import measure
 from vllm_crossspec.training.blocks import draft_attention
@@ -142,7 +144,7 @@ def test_responses_are_resumable_and_seeded(tmp_path, data, target_folder, respo
     generate(data, target_folder, copy, config)
     for name in names:
         assert (copy / name).read_bytes() == (responses / name).read_bytes()
-    with pytest.raises(ValueError, match="other settings"):
+    with pytest.raises(ValueError, match="other max_new_tokens"):
         generate(data, target_folder, copy, GenerateConfig(max_new_tokens=12, shard_rows=20))
 
 
@@ -521,7 +523,7 @@ def test_bad_sizes_are_one_sentence(tmp_path, responses, target_folder):
 
 def test_other_settings_do_not_resume(tmp_path, responses, target_folder):
     train_eagle3(responses, target_folder, tmp_path, EAGLE3, LoopConfig(steps=1))
-    with _raises("other settings"):
+    with _raises("other steps"):
         train_eagle3(responses, target_folder, tmp_path, EAGLE3, LoopConfig(steps=2))
 
 
@@ -531,3 +533,36 @@ def test_text_without_rows_is_one_sentence(tmp_path, target_folder):
     (tmp_path / "train-a.jsonl").write_text("not json\n")
     with _raises("train-a.jsonl:1"):
         read_rows(tmp_path)
+
+
+def _command(*words) -> Exception | None:
+    result = CliRunner().invoke(train_app, [str(word) for word in words])
+    return result.exception
+
+
+def test_commands_refuse_before_they_work(tmp_path, data, responses, target_folder):
+    nowhere = tmp_path / "nowhere"
+    for kind in TRAINERS:
+        error = _command(kind, "--data", nowhere, "--target", target_folder, "--out", tmp_path / "out")
+        assert "--data" in str(error) and "crossspec train generate" in str(error)
+        error = _command(kind, "--data", responses, "--target", tmp_path, "--out", tmp_path / "out")
+        assert isinstance(error, ValueError) and "config.json" in str(error)
+    error = _command("generate", "--data", data, "--target", target_folder, "--out", data)
+    assert isinstance(error, ValueError) and "folder of their own" in str(error)
+    error = _command("target", "--data", nowhere, "--out", tmp_path / "out")
+    assert isinstance(error, ValueError) and "--data" in str(error)
+
+
+@pytest.mark.parametrize("kind", ["", "target", "generate", "eagle3", "dflash"])
+def test_help_teaches(kind):
+    result = CliRunner().invoke(train_app, [*([kind] if kind else []), "--help"])
+    assert result.exit_code == 0 and "--out" in result.output
+
+
+def test_commands_train_resume_and_restart(tmp_path, responses, target_folder):
+    words = ["--data", responses, "--target", target_folder, "--out", tmp_path, "--threads", 1, "--float32"]
+    words += ["--rows-per-step", 4, "--anchors", 2, "--steps", 2]
+    assert _command("dflash", *words, "--block-size", 3) is None
+    assert "block_size" in str(_command("dflash", *words, "--block-size", 4))
+    assert _command("dflash", *words, "--block-size", 4, "--restart") is None
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["block_size"] == 4

@@ -1,5 +1,6 @@
 """Drafts against drafts: exactly, but for ties that float32 cannot tell apart."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -42,8 +43,8 @@ class Agreement(NamedTuple):
     smallest_gap: float = float("inf")
 
     def __add__(self, other: "Agreement") -> "Agreement":  # type: ignore[override]
-        *sums, smallest = (a + b for a, b in zip(self, other, strict=True))
-        return Agreement(*sums[:6], min(self.smallest_gap, other.smallest_gap))
+        sums = [a + b for a, b in zip(self[:-1], other[:-1], strict=True)]
+        return Agreement(*sums, min(self.smallest_gap, other.smallest_gap))
 
     @property
     def is_full(self) -> bool:
@@ -61,7 +62,7 @@ def compare(drafts: dict[int, list[int]], reference: dict[int, Draft]) -> Agreem
     """Compare the drafts of one request, round by round; keys are the numbers of tokens known."""
     missing = len(drafts.keys() ^ reference.keys())
     starts = sorted(drafts.keys() & reference.keys())
-    accepted = sum(b - a - 1 for a, b in zip(starts, starts[1:], strict=False))
+    accepted = sum(b - a - 1 for a, b in pairwise(starts))
     total = Agreement(missing=missing, accepted=accepted)
     for start in starts:
         total += _compare_round(start, drafts[start], reference[start])

@@ -1,7 +1,9 @@
 """The `crossspec` command: what it offers, and how it says that something went wrong."""
 
 import os
+import signal
 import sys
+from types import FrameType
 
 import typer
 
@@ -18,6 +20,7 @@ app = typer.Typer(
     help="Faster generation with vLLM, the target model's own text: drafters as plugins, side by side.",
     epilog=f"Errors are one sentence and exit code 2; {DEBUG_VARIABLE}=1 shows where they come from.",
     no_args_is_help=True,
+    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
@@ -43,13 +46,19 @@ def train(context: typer.Context) -> None:
 
 def main() -> None:
     """Entry point: a mistake that the user can mend is one sentence, not a traceback."""
+    signal.signal(signal.SIGTERM, _end)
     try:
-        app()
+        app(prog_name="crossspec")
     except (ValueError, OSError, EngineError) as problem:
         if os.environ.get(DEBUG_VARIABLE):
             raise
         typer.secho(f"crossspec: {_sentence(problem)}", fg=typer.colors.RED, err=True)
         sys.exit(USAGE_ERROR)
+
+
+def _end(signum: int, frame: FrameType | None) -> None:
+    """Leave through every `finally`, so that engine processes end with this one."""
+    sys.exit(128 + signum)
 
 
 def _sentence(problem: Exception) -> str:

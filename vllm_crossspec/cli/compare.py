@@ -89,7 +89,7 @@ def table(rows: Sequence[Row], *, interpreted: bool) -> Table:
     grid.add_column("category")
     for name in ("prompts", "tokens", "target\ncalls", "acceptance\nlength"):
         grid.add_column(name, justify="right")
-    grid.add_column("accepted per position\n(% of rounds)")
+    grid.add_column("accepted per position\n(% of rounds)", no_wrap=True)
     grid.add_column("identical\nto plain", justify="center")
     grid.add_column("seconds\n(not meaningful)" if interpreted else "seconds", justify="right")
     for row in rows:
@@ -98,7 +98,7 @@ def table(rows: Sequence[Row], *, interpreted: bool) -> Table:
 
 
 def _cells(row: Row) -> list[str]:
-    shares = " ".join(f"{100 * count / row.num_rounds:3.0f}" for count in row.accepted_per_position if row.num_rounds)
+    shares = " ".join(f"{100 * count / row.num_rounds:2.0f}" for count in row.accepted_per_position if row.num_rounds)
     identical = {None: "-", True: "yes", False: "[red]no[/red]"}[row.identical_to_plain]
     counts = (row.num_prompts, row.num_tokens, row.num_target_calls)
     return [

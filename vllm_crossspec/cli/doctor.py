@@ -14,6 +14,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from vllm_crossspec.cli.demo import METHODS, POCKET
@@ -52,8 +53,8 @@ def doctor(
 ) -> None:
     """Tell what this machine can run, and what to fix.
 
-    Looks at Python, torch, vLLM and its V2 model runner, the GPU, Triton, this plugin's registration and every
-    place where it touches vLLM, the pocket models, and memory. Exit code 1 where something must be fixed.
+    Looks at Python, torch, vLLM and its V2 model runner, the GPU, Triton, this plugin's registration and
+    every place where it touches vLLM, the pocket models, and memory. Exit code 1 where something must be fixed.
     """
     checks = examine()
     if json_file is not None:
@@ -213,7 +214,8 @@ def check_touch_points() -> list[Check]:
     """Every place where the plugin touches vLLM, against the installed one."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     name = "vLLM's internals"
-    vllm = _import("vllm")
+    # What the touch points need of vLLM may fail to import where `import vllm` alone does not.
+    vllm = _import("vllm.engine.arg_utils")
     if isinstance(vllm, str):
         return [Check(name=name, status=FAIL, found=vllm, fix=REMAKE)]
     from vllm_crossspec.engine import compat
@@ -282,10 +284,10 @@ def _print(checks: list[Check]) -> None:
     for column in ("", "check", "found"):
         table.add_column(column)
     for check in checks:
-        table.add_row(MARKS[check.status], check.name, check.found)
+        table.add_row(MARKS[check.status], check.name, escape(check.found))
     console = Console()
     console.print(table)
-    for check in checks:
-        if check.fix:
-            console.print(f"{MARKS[check.status]} {check.name}: {check.fix}")
+    fixes = dict.fromkeys((check.status, check.name, check.fix) for check in checks if check.fix)
+    for status, name, fix in fixes:
+        console.print(f"{MARKS[status]} {name}: {escape(fix)}")
     console.print(f"This machine runs {can_run(checks)}.")

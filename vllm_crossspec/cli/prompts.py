@@ -20,7 +20,8 @@ def read_prompts(path: Path) -> list[Prompt]:
         OSError: the file cannot be read.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Not splitlines(): a text may hold U+2028 and the like.
+        lines = path.read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as problem:
         raise ValueError(f"{path} is not a text file in UTF-8: save it as UTF-8 JSON lines") from problem
     prompts = [_parse(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]

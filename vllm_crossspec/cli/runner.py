@@ -25,7 +25,7 @@ CHILD_DEFAULTS = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Environment of an engine process where the user set nothing (the KV cache size, in GiB, is for CPU only)."""
+"""Environment of an engine process where the user set nothing (the KV cache size, in GiB, is the CPU's)."""
 
 LOG_TAIL_LINES = 15
 POLL_SECONDS = 1.0
@@ -167,6 +167,9 @@ def run(job: Job, listener: Listener) -> Run:
             raise ValueError(f"{job.method}: {refusal}")
         if status != 0:
             raise EngineError(_post_mortem(job.method, status, log_file.read_text(errors="replace")))
+        missing = [category for category in by_category(job.prompts) if category not in groups]
+        if missing:
+            raise EngineError(f"{job.method}: the engine's process ended without results for {missing[0]}")
     return Run(method=job.method, environment=environment, groups=groups)
 
 
@@ -192,7 +195,7 @@ def _engine_process(job_file: Path, log: TextIO) -> Iterator[tuple[subprocess.Po
 
 
 def _events(read_end: int, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-    """JSON lines until the pipe closes, or the process has ended (one that it forked may hold the pipe open)."""
+    """JSON lines until the pipe closes, or the process has ended (a child of its may hold the pipe open)."""
     pending = b""
     while True:
         readable, _, _ = select.select([read_end], [], [], POLL_SECONDS)

@@ -1,5 +1,6 @@
 """`crossspec train`: a target, its responses, and the drafters that guess them."""
 
+import importlib.util
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -45,19 +46,24 @@ Teacher = Annotated[
     ),
 ]
 Rows = Annotated[int, typer.Option(min=1, help="Responses of one optimizer step.")]
-Bfloat16 = Annotated[
-    bool, typer.Option("--bfloat16/--float32", help="Precision of the computation; weights train in float32.")
-]
+Bfloat16 = Annotated[bool, typer.Option("--bfloat16/--float32", help="Of the computation; the weights are float32.")]
 
 
 def _begin(out: Path, threads: int, resume: bool) -> None:
-    """Set the threads and make a restart forget the stopped run."""
+    """See that the packages of training are there, set the threads, and let a restart forget the stopped run."""
+    for package in ("torch", "transformers", "tokenizers", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f'training needs {package}: run `pip install "vllm-crossspec[train]"`')
     import torch
 
     if threads:
         torch.set_num_threads(threads)
     if not resume:
-        (out / "state.pt").unlink(missing_ok=True)
+        stale = [out / "state.pt", out / "recipe.json"]
+        if (out / "generate.json").is_file():  # a folder of our own shards, not one of somebody's text
+            stale += [out / "generate.json", *out.glob("*-[0-9][0-9][0-9][0-9][0-9].jsonl.gz")]
+        for file in stale:
+            file.unlink(missing_ok=True)
 
 
 def _folder(option: str, folder: Path, needs: str) -> None:
@@ -94,10 +100,10 @@ def train_target_command(
     _folder("--data", data, "give a folder of train-*.jsonl[.gz] rows")
     for folder in text or []:
         _folder("--text", folder, "give a folder of text files")
+    _begin(out, threads, resume)
     from vllm_crossspec.training.loop import LoopConfig
     from vllm_crossspec.training.target import TargetConfig, train_target
 
-    _begin(out, threads, resume)
     loop = LoopConfig(steps=steps, lr=lr, seed=seed, save_every=55, eval_every=220)
     train_target(data, out, TargetConfig(), loop, text or [])
     sys.stdout.write(f"target in {out / 'model'}\n")
@@ -119,6 +125,7 @@ def generate_command(
     seed: Seed = 0,
     workers: Annotated[int, typer.Option(min=1, help="Processes that share the shards.")] = 1,
     threads: Annotated[int, typer.Option(min=0, help="CPU threads of each process; 0 leaves it to torch.")] = 0,
+    resume: Resume = True,
 ) -> None:
     """Let the target answer the prompts of `--data`, in shards of token ids.
 
@@ -127,6 +134,9 @@ def generate_command(
     """
     _folder("--data", data, "give a folder of train-*.jsonl[.gz] rows")
     _model_folder(target)
+    if out.resolve() == data.resolve():
+        raise ValueError(f"--out {out} is --data too; give the responses a folder of their own")
+    _begin(out, 0, resume)
     from vllm_crossspec.training.generate import GenerateConfig, generate
 
     config = GenerateConfig(
@@ -166,10 +176,10 @@ def train_eagle3_command(
     """
     _folder("--data", data, "make it with `crossspec train generate`")
     _model_folder(target)
+    _begin(out, threads, resume)
     from vllm_crossspec.training.eagle3 import Eagle3Config, train_eagle3
     from vllm_crossspec.training.loop import LoopConfig
 
-    _begin(out, threads, resume)
     config = Eagle3Config(
         intermediate_size=intermediate_size,
         draft_vocab_size=draft_vocab,
@@ -209,10 +219,10 @@ def train_dflash_command(
     """
     _folder("--data", data, "make it with `crossspec train generate`")
     _model_folder(target)
+    _begin(out, threads, resume)
     from vllm_crossspec.training.dflash import DFlashConfig, train_dflash
     from vllm_crossspec.training.loop import LoopConfig
 
-    _begin(out, threads, resume)
     config = DFlashConfig(
         num_layers=layers,
         intermediate_size=intermediate_size,

@@ -18,6 +18,9 @@ from vllm_crossspec.types import StepInputs
 
 logger = init_logger(__name__)
 
+# Requests that vLLM itself makes up to compile its kernels, before it captures CUDA graphs, are named so.
+WARM_UP_REQUESTS = ("_warmup_", "_v2_mixed_warmup")
+
 
 class ProposerHost(DraftModelSpeculator):
     """Loads every proposer of the settings beside one target, and lets the chosen one draft.
@@ -56,7 +59,7 @@ class ProposerHost(DraftModelSpeculator):
         self.padded_tokens = torch.zeros(max_num_reqs, self.num_speculative_steps, dtype=torch.int64, device=device)
         self.counters = AcceptanceCounters(tuple(self.proposers), max_num_reqs, self.num_speculative_steps, device)
         self._pcp_manager: Any = None
-        self._export_started = False
+        self._serving = False
 
     def _build_proposers(self, vllm_config: VllmConfig, device: torch.device) -> dict[str, Proposer]:
         """Every proposer with its own config; those that read the target's slot mappings come first."""
@@ -209,8 +212,9 @@ class ProposerHost(DraftModelSpeculator):
                 proposer.catch_up(step)
         assert tokens is not None
         if not dummy_run:
+            if not self._serving and not input_batch.req_ids[0].startswith(WARM_UP_REQUESTS):
+                self._start_serving()
             self.counters.mark_drafted(input_batch.idx_mapping, tuple(self.proposers).index(self.active.name))
-            self._start_export()
         return self._pad(tokens)
 
     def _pad(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -227,11 +231,14 @@ class ProposerHost(DraftModelSpeculator):
 
     def acceptance_stats(self) -> dict[str, Any]:
         """What the counters hold; waits for the device, so it is not for the decoding path."""
+        if not self._serving:
+            self.counters.reset()  # so far they hold the warm-up's
         return self.counters.snapshot()
 
-    def _start_export(self) -> None:
-        # Not before the first real round: a copy in another thread would break CUDA graph capture.
-        if not self._export_started:
-            self._export_started = True
-            if self.vllm_config.parallel_config.rank == 0:
-                start_worker_export(self.counters)
+    def _start_serving(self) -> None:
+        """At the first round of a user's request: forget the warm-up's counts, and begin to publish."""
+        self._serving = True
+        self.counters.reset()
+        # Not earlier: a copy in another thread breaks a CUDA graph capture, and the warm-up comes before the capture.
+        if self.vllm_config.parallel_config.rank == 0:
+            start_worker_export(self.counters)

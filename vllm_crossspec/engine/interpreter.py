@@ -7,9 +7,10 @@ import types
 
 
 def mend() -> None:
-    """Mend the interpreter's masks and the one external function that vLLM's samplers call."""
+    """Mend the interpreter's masks and the two kernels of vLLM's samplers that it cannot run."""
     _accept_integer_masks()
     _provide_log1p()
+    _filter_with_torch()
 
 
 def _accept_integer_masks() -> None:
@@ -37,3 +38,13 @@ def _provide_log1p() -> None:
     from triton import language as tl
 
     utils.tldevice = types.SimpleNamespace(log1p=lambda x: tl.log(1.0 + x))
+
+
+def _filter_with_torch() -> None:
+    """The kernel of top-k and top-p cannot be interpreted; vLLM has the same in torch for machines without Triton."""
+    from vllm.v1.sample.ops import topk_topp_sampler
+
+    def apply_top_k_top_p(logits, k, p):
+        return topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
+
+    topk_topp_sampler.apply_top_k_top_p_triton = apply_top_k_top_p

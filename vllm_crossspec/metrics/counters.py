@@ -25,6 +25,11 @@ class AcceptanceCounters:
         self.counts = torch.zeros(len(names), 3 + num_positions, dtype=torch.int64, device=device)
         self.drafted_by = torch.full((max_num_reqs,), -1, dtype=torch.int32, device=device)
 
+    def reset(self) -> None:
+        """Forget everything, drafts that wait for their verdict included."""
+        self.counts.zero_()
+        self.drafted_by.fill_(-1)
+
     def mark_drafted(self, idx_mapping: torch.Tensor, drafter: int) -> None:
         """Note that ``drafter`` drafted for these slots; int [R]."""
         mark_drafted(self.drafted_by, idx_mapping, drafter)

@@ -10,7 +10,7 @@ position a (the anchor), then masks at a + 1, a + 2, ...; its tokens see one ano
 context before a. The output at a mask is the draft of its own position. Embedding and head are the target's.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from vllm_crossspec.training.data import MASK
 from vllm_crossspec.training.generations import (
     Batch,
     Generation,
+    claim,
     generation_batches,
     read_generations,
     sample_anchors,
@@ -181,14 +182,16 @@ def dflash_loss(
     source = anchors[..., None] + steps
     valid = real[..., None] & (source + 1 < batch.ends[:, None, None])
     source = source.clamp(max=batch.tokens.shape[1] - 1)
-    teacher = target.log_probs(states.last, config.teacher_temperature)
-    teacher = teacher[torch.arange(len(anchors))[:, None, None], source][valid].exp()
+    teacher = target.teach(states, batch, config.teacher_temperature)
+    places = teacher.index[torch.arange(len(anchors))[:, None, None], source][valid]
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.bfloat16):
         block = mask_blocks(batch.tokens, anchors, target.embedding, config.block_size, mask_id)
         logits = F.linear(model(states, block, anchors)[valid], target.head).float()
     weight = torch.exp(-steps / config.decay).expand(valid.shape)[valid]
-    loss = (F.cross_entropy(logits, teacher, reduction="none") * weight).sum() / weight.sum().clamp(min=1e-6)
-    hits = logits.detach().argmax(-1) == teacher.argmax(-1)
+    loss = (F.cross_entropy(logits, teacher.probs[places], reduction="none") * weight).sum() / weight.sum().clamp(
+        min=1e-6
+    )
+    hits = logits.detach().argmax(-1) == teacher.top[places]
     step = steps.expand(valid.shape)[valid]
     shares = {f"hit_{i + 1}": hits[step == i].float().mean().item() for i in (0, len(steps) - 1) if (step == i).any()}
     return loss, shares
@@ -272,6 +275,8 @@ def train_dflash(
         write_drafter(out / "model", *checkpoint(model, config, settings, mask_id))
         return offline_acceptance(model, target, held_out[: config.eval_rows], config, mask_id)
 
+    settings_now = asdict(config) | asdict(loop) | {"data": str(data.resolve()), "target": str(target_folder.resolve())}
+    claim(out, "recipe.json", settings_now)
     stream = generation_batches(rows, config.rows_per_step, loop.seed)
     trainer = Trainer(model, stream, lambda m, b, g: dflash_loss(m, target, b, config, mask_id, g), out, loop, evaluate)
     trainer.run("dflash")

@@ -11,7 +11,7 @@ steps of its own draft. The output is normed for the head alone.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -23,6 +23,7 @@ from vllm_crossspec.training.blocks import MLP, RMSNorm, draft_attention, initia
 from vllm_crossspec.training.generations import (
     Batch,
     Generation,
+    claim,
     generation_batches,
     read_generations,
     sample_anchors,
@@ -140,6 +141,7 @@ class Eagle3Drafter(nn.Module):
         current, x = features[rows, anchors], joined[rows, anchors]
         own_keys: list[torch.Tensor] = []
         own_values: list[torch.Tensor] = []
+        following = tokens[rows, anchors + 1]
         for step in range(num_steps):
             if step:
                 x = self._join(F.embedding(following, embedding), current)
@@ -168,22 +170,21 @@ def eagle3_loss(
     states = target.states(batch.tokens)
     # The first draft starts when the first response token is known: its entry stands one position earlier.
     anchors, real = sample_anchors(batch, -1, config.anchors_per_row, generator)
-    teacher = target.log_probs(states.last, config.teacher_temperature)
-    top = teacher.argmax(-1)
-    known = torch.zeros(teacher.shape[-1], dtype=torch.bool)
-    known[model.kept] = True
-    teacher = teacher[..., model.kept].log_softmax(-1).exp()
+    teacher = target.teach(states, batch, config.teacher_temperature, model.kept)
+    known = torch.isin(teacher.top, model.kept)
     rows = torch.arange(len(anchors))[:, None]
     total, weight, hits = torch.zeros(()), 0.0, []
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.bfloat16):
         steps = model.unroll(states, batch.tokens, target.embedding, anchors, config.num_steps)
         for step, logits in enumerate(steps):
             source = (anchors + 1 + step).clamp(max=batch.tokens.shape[1] - 1)
-            valid = real & (anchors + 2 + step < batch.ends[:, None]) & known[top[rows, source]]
-            loss = F.cross_entropy(logits[valid].float(), teacher[rows, source][valid], reduction="sum")
+            places = teacher.index[rows, source]
+            valid = real & (anchors + 2 + step < batch.ends[:, None]) & known[places]
+            places, logits = places[valid], logits[valid].float()
+            loss = F.cross_entropy(logits, teacher.probs[places], reduction="sum")
             total = total + config.step_decay**step * loss / valid.sum().clamp(min=1)
             weight += config.step_decay**step
-            hit = (model.kept[logits.detach().argmax(-1)] == top[rows, source])[valid]
+            hit = model.kept[logits.detach().argmax(-1)] == teacher.top[places]
             hits.append(hit.float().mean().item() if len(hit) else 0.0)
     return total / weight, {"hit_1": hits[0], f"hit_{len(hits)}": hits[-1]}
 
@@ -271,6 +272,8 @@ def train_eagle3(
         write_drafter(out / "model", *checkpoint(model, config, settings))
         return offline_acceptance(model, target, held_out[: config.eval_rows], config)
 
+    settings_now = asdict(config) | asdict(loop) | {"data": str(data.resolve()), "target": str(target_folder.resolve())}
+    claim(out, "recipe.json", settings_now)
     stream = generation_batches(rows, config.rows_per_step, loop.seed)
     trainer = Trainer(model, stream, lambda m, b, g: eagle3_loss(m, target, b, config, g), out, loop, evaluate)
     trainer.run("eagle3")

@@ -4,7 +4,6 @@ Prompts are answered in shards, so that a run that was stopped goes on with the 
 is batched over a preallocated key/value cache, and rows that have ended leave the batch.
 """
 
-import json
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -27,7 +26,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_utils import AttentionInterface
 
 from vllm_crossspec.training.data import IM_END, Row, chat_prompt, read_rows
-from vllm_crossspec.training.generations import Generation, write_shard
+from vllm_crossspec.training.generations import Generation, claim, write_shard
 from vllm_crossspec.training.states import check_target, load_target
 
 _ATTENTION = "crossspec_grouped"
@@ -241,7 +240,7 @@ def generate(data: Path, target: Path, out: Path, config: GenerateConfig, *, wor
     if end_id is None:
         raise ValueError(f"--target {target}: its tokenizer has no {IM_END}; give a ChatML target")
     jobs = _jobs(tokenizer, splits, data, out, config)
-    _claim(out, asdict(config) | {"target": str(target.resolve())})
+    claim(out, "generate.json", asdict(config) | {"target": str(target.resolve())})
     missing = [job for job in jobs if not job.path.exists()]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     total = 0
@@ -296,12 +295,3 @@ def _jobs(tokenizer, splits: dict[str, list[Row]], data: Path, out: Path, config
             chosen = prompts[start : start + config.shard_rows]
             jobs.append(_Job(path, chosen, config.seed * 1_000_003 + number))
     return jobs
-
-
-def _claim(out: Path, settings: dict) -> None:
-    """Mark ``out`` as holding shards of ``settings``, or refuse when it holds those of others."""
-    out.mkdir(parents=True, exist_ok=True)
-    record = out / "generate.json"
-    if record.exists() and json.loads(record.read_text()) != settings:
-        raise ValueError(f"--out {out} holds shards of other settings ({record.name}); give another folder")
-    record.write_text(json.dumps(settings, indent=1) + "\n")

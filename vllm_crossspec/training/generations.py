@@ -5,7 +5,7 @@ import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -73,6 +73,22 @@ def read_generations(folder: Path, split: str, vocab_size: int) -> list[Generati
     if not rows:
         raise ValueError(f"--data {folder}: no {split} row has two response tokens; train the target further")
     return rows
+
+
+def claim(out: Path, record: str, settings: dict[str, Any]) -> None:
+    """Mark ``out`` as the work of a run with ``settings`` (the file ``record``), or see that it already is.
+
+    Raises:
+        ValueError: it is the work of a run with other settings.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / record
+    if path.exists():
+        old = json.loads(path.read_text())
+        other = sorted(key for key in settings.keys() | old.keys() if settings.get(key) != old.get(key))
+        if other:
+            raise ValueError(f"--out {out} is of a run with other {', '.join(other)}; give another folder or --restart")
+    path.write_text(json.dumps(settings, indent=1) + "\n")
 
 
 def collate(rows: Sequence[Generation]) -> Batch:

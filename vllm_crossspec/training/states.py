@@ -6,13 +6,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from vllm_crossspec.training.generations import Batch
 
 
 class States(NamedTuple):
@@ -42,8 +38,22 @@ def check_target(folder: Path) -> None:
 def load_target(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Hugging Face folder for inference; raises as :func:`check_target` does."""
     check_target(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, config=AutoConfig.from_pretrained(folder))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     return model.eval().requires_grad_(False), AutoTokenizer.from_pretrained(folder)
+
+
+class Teacher(NamedTuple):
+    """What the target would say at N places of a batch.
+
+    Attributes:
+        index: int64 [B, T], which of the N places a position is (meaningless where it is none).
+        probs: float32 [N, V or kept tokens], the distribution of the token after the place.
+        top: int64 [N], the most likely token of the whole vocabulary.
+    """
+
+    index: torch.Tensor
+    probs: torch.Tensor
+    top: torch.Tensor
 
 
 class FrozenTarget:
@@ -82,9 +92,17 @@ class FrozenTarget:
         return States(taps, out.last_hidden_state)
 
     @torch.no_grad()
-    def log_probs(self, last: torch.Tensor, temperature: float, keep: torch.Tensor | None = None) -> torch.Tensor:
-        """Log-probabilities float32 [..., V] (or over the tokens ``keep`` alone) at ``temperature``."""
-        head = self.head if keep is None else self.head[keep]
+    def teach(self, states: States, batch: Batch, temperature: float, kept: torch.Tensor | None = None) -> Teacher:
+        """The target's next-token distributions at every place that predicts a response token.
+
+        Args:
+            temperature: of the distributions.
+            kept: int64 ids of the tokens that they are restricted to; None: the whole vocabulary.
+        """
+        columns = torch.arange(batch.tokens.shape[1])
+        wanted = (columns >= batch.starts[:, None] - 1) & (columns < batch.ends[:, None] - 1)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.bfloat16):
-            logits = F.linear(last, head)
-        return (logits.float() / temperature).log_softmax(-1)
+            logits = F.linear(states.last[wanted], self.head)
+        index = wanted.flatten().cumsum(0).view(wanted.shape) - 1
+        some = logits if kept is None else logits[:, kept]
+        return Teacher(index, (some.float() / temperature).softmax(-1), logits.argmax(-1))

@@ -1,0 +1,363 @@
+"""Time per decoding round, split into the target's forward, the draft, and the rest.
+
+Runs vLLM's native EAGLE-3 and DFlash and this project's proposers side by side on one machine, with dummy weights at
+real shapes, each method in a process of its own, and prints one JSON document as its last line:
+
+    python benchmarks/round_time.py --shape 8b --batch-sizes 1,8,32 --context 1024 --tokens 7
+
+Times mean something on a GPU only. benchmarks/README.md describes the figures.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from shapes import SHAPES, write_models
+
+METHODS = ("none", "native-eagle3", "native-dflash", "eagle3", "dflash", "whiflash-eagle3", "whiflash-dflash")
+GRAPHS = {
+    "default": {},
+    "full": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    "off": {"mode": 0, "cudagraph_mode": "NONE"},
+}
+# Rounds at the start of a run that are not counted: kernels are compiled and pools grow.
+NUM_WARM_UP_ROUNDS = 4
+NOT_MEANINGFUL = {
+    "cpu": "wall clock of a machine without a GPU: no measure of speed",
+    "simulated GPU": "kernels did nothing: host milliseconds are host overhead alone, device milliseconds mean nothing",
+}
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--shape", choices=SHAPES, default="8b", help="sizes of the target and its drafters")
+    add("--methods", type=_methods, default=list(METHODS), help="comma-separated, of: " + ", ".join(METHODS))
+    add("--batch-sizes", type=_numbers, default=[1, 8, 32], help="requests that decode together, comma-separated")
+    add("--context", type=int, default=512, help="prompt tokens of each request")
+    add("--tokens", type=int, default=7, help="draft tokens a round (K)")
+    add("--rounds", type=int, default=64, help="decode rounds to measure, for each batch size")
+    add("--temperature", type=float, default=0.0, help="of the target's sampling")
+    add("--acceptance", type=float, help="accept by chance, this many tokens a round on average (vLLM's synthetic)")
+    add("--graphs", choices=GRAPHS, default="default", help="default: vLLM's; full: no torch.compile; off: no graphs")
+    add("--layers", type=int, help="target layers, if not the shape's own (to see that everything runs)")
+    add("--gpu-memory", type=float, default=0.6, help="share of the device memory that vLLM may take")
+    add("--profile", action="store_true", help="also count the calls of the CUDA runtime by PyTorch's profiler")
+    add("--own-process", action="store_true", help="engine in a process of its own, as `vllm serve` runs it")
+    add("--timeout", type=int, default=600, help="seconds for each method")
+    add("--folder", type=Path, help="where configs and logs go (default: a temporary folder)")
+    add("--json", type=Path, help="also write the document to this file")
+    add("--child", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _methods(text: str) -> list[str]:
+    for name in (names := text.split(",")):
+        if name not in METHODS:
+            raise argparse.ArgumentTypeError(f"there is no method {name!r}; known: {', '.join(METHODS)}")
+    return names
+
+
+def speculative_config(method: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any] | None:
+    """What a user would pass as ``--speculative-config`` for this method; None for plain decoding."""
+    if method == "none":
+        return None
+    extra: dict[str, Any] = {}
+    if options.acceptance is not None:
+        extra = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": options.acceptance}
+    meta, _, name = method.rpartition("-")
+    if meta == "whiflash":
+        drafters = {kind: {"model": models[kind], **extra} for kind in ("eagle3", "dflash")}
+        router = {"policy": "fixed", "drafter": name}
+        return {"method": meta, "num_speculative_tokens": options.tokens, "drafters": drafters, "router": router}
+    config = {"method": name, "model": models[name], "num_speculative_tokens": options.tokens, **extra}
+    return config if meta == "native" else config | {"tree": {"type": "chain"}}
+
+
+# -- one method, in a process of its own ---------------------------------------------------------------------------
+
+
+def engine_settings(method: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of ``vllm.LLM``."""
+    per_round = options.tokens + 1
+    num_tokens = _num_tokens(options)
+    largest = max(options.batch_sizes)
+    compilation = dict(GRAPHS[options.graphs])
+    if options.graphs != "off":
+        # One token a request is what plain decoding and an autoregressive drafter's later passes take.
+        compilation["cudagraph_capture_sizes"] = sorted({n * q for n in options.batch_sizes for q in (1, per_round)})
+    return {
+        "model": models["target"],
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "max_model_len": options.context + num_tokens + 2 * per_round,
+        "max_num_seqs": largest,
+        # All prompts of a batch fit in one step.
+        "max_num_batched_tokens": max(8192, largest * (options.context + 2 * per_round)),
+        "gpu_memory_utilization": options.gpu_memory,
+        "enable_prefix_caching": False,
+        "seed": 0,
+        "compilation_config": compilation,
+        "speculative_config": speculative_config(method, models, options),
+    }
+
+
+def _num_tokens(options: argparse.Namespace) -> int:
+    """Enough for every measured round, even where all drafts are accepted."""
+    return (options.rounds + NUM_WARM_UP_ROUNDS + 2) * (options.tokens + 1)
+
+
+def run_child(options: argparse.Namespace) -> None:
+    """Measure one method; the result goes into the file that ``--child`` names, with the method and the models."""
+    job = json.loads(options.child)
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if options.own_process else "0"
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # our own functions go to our own engine process
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    import probe
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    settings = engine_settings(job["method"], job["models"], options)
+    settings["enforce_eager"] = current_platform.is_cpu()  # compiling for the CPU says nothing about a GPU
+    started = time.perf_counter()
+    llm = LLM(**settings)
+    seconds = time.perf_counter() - started
+    engine = llm.collective_rpc(probe.install)[0]
+    config = llm.llm_engine.vllm_config
+    engine |= {
+        "seconds_to_start": round(seconds, 1),
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
+        "kernels_interpreted": _kernels_interpreted(),
+        "num_gpu_blocks": config.cache_config.num_gpu_blocks,
+    }
+    rows = []
+    for batch_size in options.batch_sizes:
+        generate(llm, batch_size, NUM_WARM_UP_ROUNDS, options)
+        runs = {}
+        for mode in ("time", "count") + (("profile",) if options.profile else ()):
+            num_rounds = options.rounds if mode == "time" else min(options.rounds, 16)
+            llm.collective_rpc(probe.begin, args=(mode, options.rounds + NUM_WARM_UP_ROUNDS + 8))
+            tokens_per_round = generate(llm, batch_size, num_rounds + NUM_WARM_UP_ROUNDS + 1, options)
+            runs[mode] = llm.collective_rpc(probe.end)[0] | {"tokens_per_round": tokens_per_round}
+        rows.append(summarise(runs, batch_size, options))
+    Path(job["result"]).write_text(json.dumps({"engine": engine, "rows": rows}))
+
+
+def generate(llm: Any, batch_size: int, num_rounds: int, options: argparse.Namespace) -> float:
+    """Let ``batch_size`` requests of random tokens decode for ``num_rounds`` rounds, then drop them.
+
+    Returns:
+        Tokens that a request gets in a round, on average.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    draw = random.Random(batch_size)
+    vocab_size = SHAPES[options.shape].vocab_size
+    params = SamplingParams(
+        temperature=options.temperature,
+        max_tokens=_num_tokens(options),
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.DELTA,
+    )
+    engine = llm.llm_engine
+    names = [f"{time.monotonic_ns()}-{i}" for i in range(batch_size)]
+    for name in names:
+        prompt = [draw.randrange(16, vocab_size - 1) for _ in range(options.context)]
+        engine.add_request(name, {"prompt_token_ids": prompt}, params)
+    per_round: list[float] = []  # of the steps that gave every request something; the first is the prompts'
+    while engine.has_unfinished_requests() and len(per_round) <= num_rounds:
+        outputs = engine.step()
+        if len(outputs) == batch_size:
+            per_round.append(sum(len(output.outputs[0].token_ids) for output in outputs) / batch_size)
+    engine.abort_request(names)
+    while engine.has_unfinished_requests():
+        engine.step()
+    return statistics.mean(per_round[1:]) if per_round[1:] else 0.0
+
+
+def summarise(runs: dict[str, dict[str, Any]], batch_size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one batch size: medians and 90th percentiles of times, means of counts."""
+    full = {mode: _full_rounds(run["rounds"], batch_size) for mode, run in runs.items()}
+    timed, counted = full["time"], full["count"]
+    row: dict[str, Any] = {"batch_size": batch_size, "context": options.context, "num_rounds": len(timed)}
+    if not timed:
+        return row | {"error": "no round in which all requests decode: the KV cache may be too small"}
+    for clock in ("device_ms", "host_ms"):
+        row[clock] = None if timed[0][clock] is None else _split([r[clock] for r in timed])
+    row["tokens_per_round"] = round(runs["time"]["tokens_per_round"], 3)
+    row["per_round"] = _means([r["counts"] for r in counted])
+    row["sync_places"] = runs["count"]["sync_places"]
+    row["calls"] = runs["profile"]["calls"] if "profile" in runs else None
+    return row
+
+
+def _full_rounds(rounds: list[dict[str, Any]], batch_size: int) -> list[dict[str, Any]]:
+    """The rounds in which every request decodes, without the first ones."""
+    full = [r for r in rounds if r["num_requests"] == batch_size]
+    widths = [r["num_tokens"] for r in full]
+    # The last chunk of a batch's prompts may be as even as a decode round; decode rounds are the many.
+    return [r for r in full if r["num_tokens"] == statistics.mode(widths)][NUM_WARM_UP_ROUNDS:]
+
+
+def _split(rounds: list[dict[str, float]]) -> dict[str, Any]:
+    """Round, target, draft and the rest; the rest also by its parts."""
+    columns = {stage: [r[stage] for r in rounds] for stage in rounds[0]}
+    total = [sum(r.values()) for r in rounds]
+    rest = [t - r["target"] - r["draft"] for t, r in zip(total, rounds, strict=True)]
+    parts = {part: _spread(columns[part]) for part in ("prepare", "sample", "between")}
+    spread = {"round": total, "target": columns["target"], "draft": columns["draft"], "rest": rest}
+    return {name: _spread(values) for name, values in spread.items()} | {"rest_parts": parts}
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    ordered = sorted(values)
+    p90 = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+    return {"median": round(statistics.median(ordered), 4), "p90": round(p90, 4)}
+
+
+def _means(counts: list[dict[str, int]]) -> dict[str, dict[str, float]]:
+    means: dict[str, dict[str, float]] = {}
+    for key in sorted({key for count in counts for key in count}):
+        what, _, stage = key.partition("/")
+        means.setdefault(what, {})[stage] = round(sum(c.get(key, 0) for c in counts) / len(counts), 3)
+    return means
+
+
+def _kernels_interpreted() -> bool:
+    import triton
+
+    return bool(triton.knobs.runtime.interpret)
+
+
+# -- all methods ---------------------------------------------------------------------------------------------------
+
+
+def run_method(method: str, models: dict[str, str], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """One child process; its result, or ``error`` with the last lines that it wrote."""
+    job = {"method": method, "models": models, "result": str(folder / f"{method}.json")}
+    Path(job["result"]).unlink(missing_ok=True)
+    command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--child", json.dumps(job)]
+    log = folder / f"{method}.log"
+    with log.open("wb") as output:
+        try:
+            status: Any = subprocess.run(command, stdout=output, stderr=output, timeout=options.timeout).returncode
+        except subprocess.TimeoutExpired:
+            status = f"no result after {options.timeout} s"
+    if status == 0:
+        found: dict[str, Any] = json.loads(Path(job["result"]).read_text())
+        return found
+    return {"engine": None, "rows": [], "error": f"{status}", "log": log.read_text(errors="replace")[-2000:]}
+
+
+def document(results: dict[str, dict[str, Any]], models: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
+    """The JSON document: ``meta``, and ``rows``, one for each method and batch size."""
+    rows = []
+    for method, result in results.items():
+        config = speculative_config(method, models, options)
+        head = {
+            "method": method,
+            "proposer": None if config is None else ("vllm" if method.startswith("native-") else "vllm_crossspec"),
+            "speculative_config": config,
+            "engine": result["engine"],
+        }
+        if "error" in result:
+            rows.append(head | {"error": result["error"], "log": result["log"]})
+        rows += [head | row for row in result["rows"]]
+    return {"meta": meta(results, options), "rows": rows}
+
+
+def meta(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+    """What ran, on what."""
+    engines = [r["engine"] for r in results.values() if r["engine"]]
+    kind = None
+    if engines:
+        kind = "cpu" if engines[0]["device"] == "cpu" else "simulated GPU" if engines[0]["simulated"] else "gpu"
+    shape = SHAPES[options.shape]
+    return {
+        "benchmark": "round_time",
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "commit": _commit(),
+        "versions": {"python": platform.python_version()} | _versions("vllm", "torch", "triton", "transformers"),
+        "hardware": {"kind": kind, "device": engines[0]["device"] if engines else None, "cpus": os.cpu_count()},
+        "kernels_interpreted": any(e["kernels_interpreted"] for e in engines),
+        "times_mean_something": kind == "gpu",
+        "note": NOT_MEANINGFUL.get(kind or ""),
+        "weights": "dummy (random): times are those of the shapes, acceptance is not a drafter's",
+        "acceptance": "as random weights give it (about none)"
+        if options.acceptance is None
+        else f"synthetic: vLLM accepts by chance, {options.acceptance} tokens a round on average",
+        "shape": {"name": options.shape, **shape._asdict(), "num_layers": options.layers or shape.num_layers},
+        "num_speculative_tokens": options.tokens,
+        "graphs": options.graphs,
+        "engine_in_own_process": options.own_process,
+    }
+
+
+def _versions(*names: str) -> dict[str, str | None]:
+    found: dict[str, str | None] = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = None
+    return found
+
+
+def _commit() -> str | None:
+    """HEAD, with ``-dirty`` where the tree differs; None outside a repository."""
+    try:
+        describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+        return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def main() -> int:
+    """Run all methods; 1 if any failed."""
+    options = arguments()
+    if options.child:
+        run_child(options)
+        return 0
+    # A child must not outlive this process: subprocess.run ends it where an exception passes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    folder = options.folder or Path(tempfile.mkdtemp(prefix="round-time-"))
+    shape = SHAPES[options.shape]
+    shape = shape._replace(num_layers=options.layers or shape.num_layers)
+    models = {name: str(path) for name, path in write_models(folder / "models", shape).items()}
+    print(f"configs and logs: {folder}", file=sys.stderr)
+    results = {}
+    for method in options.methods:
+        started = time.perf_counter()
+        results[method] = run_method(method, models, folder, options)
+        state = "failed" if "error" in results[method] else "done"
+        print(f"{method}: {state} in {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    found = document(results, models, options)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found))
+    return 1 if any("error" in row for row in found["rows"]) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

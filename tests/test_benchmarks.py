@@ -1,0 +1,158 @@
+"""The benchmark script: its command line, its configs, its document; and one small run."""
+
+import argparse
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from vllm_crossspec.config import is_ours, parse
+from vllm_crossspec.drafters.checkpoint import check_drafter
+from vllm_crossspec.types import TargetFacts
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+SCRIPT = FOLDER / "round_time.py"
+sys.path.insert(0, str(FOLDER))
+round_time, shapes = import_module("round_time"), import_module("shapes")
+
+MODELS = {name: f"/models/{name}" for name in ("target", "eagle3", "dflash")}
+SPREAD = {"median", "p90"}
+
+
+def options(*extra: str) -> argparse.Namespace:
+    return round_time.arguments(list(extra))
+
+
+def test_help_names_every_method():
+    shown = subprocess.run([sys.executable, str(SCRIPT), "--help"], capture_output=True, text=True, check=True).stdout
+    shown = "".join(shown.split())  # lines break at hyphens
+    assert all(method in shown for method in round_time.METHODS)
+
+
+def test_an_unknown_method_is_refused(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        options("--methods", "none,eagle4")
+    assert stopped.value.code == 2
+    assert "there is no method 'eagle4'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", shapes.SHAPES)
+def test_configs_are_drafters_of_their_target(name, tmp_path):
+    shape = shapes.SHAPES[name]
+    models = shapes.write_models(tmp_path, shape)
+    target = json.loads((models["target"] / "config.json").read_text())
+    facts = TargetFacts(str(models["target"]), target["hidden_size"], target["vocab_size"], target["num_hidden_layers"])
+    eagle3 = check_drafter("eagle3", str(models["eagle3"]), "model", facts)
+    dflash = check_drafter("dflash", str(models["dflash"]), "model", facts)
+    assert eagle3.target_layers == (2, shape.num_layers // 2, shape.num_layers - 3)
+    assert eagle3.draft_vocab_size == shape.draft_vocab_size
+    assert dflash.max_draft_tokens == shape.dflash_block - 1
+    assert len(set(dflash.target_layers)) == shapes.NUM_DFLASH_TAPS
+
+
+def test_taps_of_8b_are_those_of_the_public_checkpoint():
+    assert shapes.dflash_taps(shapes.SHAPES["8b"].num_layers) == [1, 9, 17, 25, 33]
+
+
+@pytest.mark.parametrize("method", round_time.METHODS)
+def test_speculative_configs_are_ours_or_native(method):
+    chosen = options("--tokens", "5", "--acceptance", "3")
+    config = round_time.speculative_config(method, MODELS, chosen)
+    if method == "none":
+        assert config is None
+        return
+    native_methods = {"eagle3", "dflash"}
+    assert is_ours(config, native_methods) is not method.startswith("native-")
+    if method.startswith("native-"):
+        assert config["synthetic_acceptance_length"] == 3
+        return
+    native_keys = {
+        "model",
+        "method",
+        "num_speculative_tokens",
+        "rejection_sample_method",
+        "synthetic_acceptance_length",
+    }
+    settings = parse(config, native_keys)
+    assert settings.active == method.removeprefix("whiflash-")
+    assert len(settings.drafters) == (2 if method.startswith("whiflash-") else 1)
+    assert all(d.native["rejection_sample_method"] == "synthetic" for d in settings.drafters.values())
+
+
+def a_round(batch_size: int, tokens: int, scale: float) -> dict:
+    stages = {"prepare": 1.0, "target": 10.0, "between": 0.5, "sample": 2.0, "draft": 4.0}
+    return {
+        "num_requests": batch_size,
+        "num_tokens": tokens,
+        "host_ms": {stage: ms * scale for stage, ms in stages.items()},
+        "device_ms": {stage: 2 * ms * scale for stage, ms in stages.items()},
+        "counts": {"graph_replays/target": 1, "allocations/draft": 6},
+    }
+
+
+def test_document_adds_up():
+    chosen = options("--methods", "none,native-eagle3", "--shape", "pocket")
+    rounds = [a_round(2, 500, 50.0)] + [a_round(2, 16, s) for s in (9.0, 9.0, 9.0, 9.0, 1.0, 2.0, 3.0)]
+    run = {"rounds": rounds, "tokens_per_round": 1.0, "sync_places": {}, "calls": None}
+    row = round_time.summarise({"time": run, "count": run}, 2, chosen)
+    assert row["num_rounds"] == 3  # neither the prompts' round nor the warm-up's
+    host = row["host_ms"]
+    assert set(host) == {"round", "target", "draft", "rest", "rest_parts"}
+    assert host["round"] == {"median": 35.0, "p90": 52.5}
+    assert (host["target"]["median"], host["draft"]["median"], host["rest"]["median"]) == (20.0, 8.0, 7.0)
+    assert sum(part["median"] for part in host["rest_parts"].values()) == host["rest"]["median"]
+    assert row["device_ms"]["round"]["median"] == 70.0
+    assert row["per_round"] == {"graph_replays": {"target": 1.0}, "allocations": {"draft": 6.0}}
+
+    engine = {"device": "a GPU", "simulated": False, "kernels_interpreted": False}
+    results = {
+        "none": {"engine": engine, "rows": [row]},
+        "native-eagle3": {"engine": None, "rows": [], "error": "1", "log": "what happened"},
+    }
+    found = json.loads(json.dumps(round_time.document(results, MODELS, chosen)))
+    assert [r["method"] for r in found["rows"]] == ["none", "native-eagle3"]
+    assert [r["proposer"] for r in found["rows"]] == [None, "vllm"]
+    assert found["rows"][1]["error"] == "1"
+    meta = found["meta"]
+    assert {"versions", "command", "commit", "hardware", "kernels_interpreted", "weights", "acceptance"} <= set(meta)
+    assert meta["times_mean_something"] is True
+
+
+@pytest.mark.parametrize(
+    ("device", "simulated", "kind"), [("cpu", False, "cpu"), ("a GPU", True, "simulated GPU"), ("a GPU", False, "gpu")]
+)
+def test_meta_says_whether_times_mean_something(device, simulated, kind):
+    engine = {"device": device, "simulated": simulated, "kernels_interpreted": device == "cpu"}
+    meta = round_time.meta({"none": {"engine": engine, "rows": []}}, options())
+    assert meta["hardware"]["kind"] == kind
+    assert meta["times_mean_something"] is (kind == "gpu")
+    assert (meta["note"] is None) is (kind == "gpu")
+
+
+def test_no_decode_round_is_an_error_in_the_row():
+    run = {"rounds": [a_round(2, 16, 1.0)], "tokens_per_round": 1.0, "sync_places": {}, "calls": None}
+    row = round_time.summarise({"time": run, "count": run}, 2, options())
+    assert "KV cache" in row["error"]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_pocket_shape_runs(tmp_path):
+    arguments = ["--shape", "pocket", "--methods", "none,native-dflash,whiflash-eagle3", "--batch-sizes", "1,2"]
+    arguments += ["--context", "20", "--tokens", "3", "--rounds", "3", "--folder", str(tmp_path)]
+    command = [sys.executable, str(SCRIPT), *arguments, "--json", str(tmp_path / "out.json")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == json.loads((tmp_path / "out.json").read_text())
+    assert [(r["method"], r["batch_size"]) for r in found["rows"]] == [
+        (method, size) for method in ("none", "native-dflash", "whiflash-eagle3") for size in (1, 2)
+    ]
+    for row in found["rows"]:
+        assert set(row["host_ms"]["round"]) == SPREAD
+        assert row["host_ms"]["round"]["median"] > 0
+        assert row["tokens_per_round"] >= 1
+        assert (row["host_ms"]["draft"]["median"] > 0) is (row["method"] != "none")
