@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +48,35 @@ def prompts(count: int) -> list[str]:
 def chat(prompt: str) -> str:
     """One user message in the pocket target's chat format."""
     return f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
+
+
+@contextlib.contextmanager
+def async_scheduling_on_cpu() -> Iterator[None]:
+    """Let engines schedule asynchronously on a CPU, too, where vLLM turns it off as not worth it.
+
+    The scheduler then runs in this process, which is the one that is changed.
+    """
+    from unittest import mock
+
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        yield
+        return
+    from vllm.platforms.cpu import CpuPlatform
+
+    original = CpuPlatform.check_and_update_config.__func__
+
+    def keep_async(cls: Any, config: Any) -> None:
+        wanted = config.scheduler_config.async_scheduling
+        original(cls, config)
+        config.scheduler_config.async_scheduling = wanted
+
+    with (
+        mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(keep_async)),
+        mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
+    ):
+        yield
 
 
 @contextlib.contextmanager
@@ -126,8 +156,8 @@ def run_scenarios(spec: dict[str, Any] | None, **overrides: Any) -> Results:
         assert counts(llm).prefix_hits > before, "no prompt hit the prefix cache"
         totals = counts(llm)
         stats = llm.collective_rpc("crossspec_stats")[0]
+        is_async = bool(llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
         seeded = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
         tokens["seeded"] = generate(llm, short[:3], max_tokens=12, **seeded)
         tokens["seeded again"] = generate(llm, short[:3], max_tokens=12, **seeded)
-        is_async = bool(llm.llm_engine.vllm_config.scheduler_config.async_scheduling)
     return Results(tokens, totals, stats, is_async)

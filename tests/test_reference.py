@@ -8,6 +8,7 @@ import functools
 import os
 import random
 import tempfile
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -112,11 +113,11 @@ def report(what, agreement):
     return agreement
 
 
-def check(agreement, name):
+def check(agreement, name, how):
     assert agreement.is_full, agreement
     assert len(agreement.ties) <= 0.01 * agreement.rounds, agreement
     assert agreement.rounds > (100 if name == "wide" else 50), agreement
-    if name != "wide":
+    if name != "wide" and how == "greedy":
         assert agreement.accepted > 20, agreement
 
 
@@ -130,14 +131,14 @@ def named(name):
 @pytest.mark.parametrize("name", ["wide", "narrow", "pocket"])
 def test_eagle3_drafts_as_safeailab(name, how):
     checkout(safeailab)
-    check(eagle3_agreement(named(name), how), name)
+    check(eagle3_agreement(named(name), how), name, how)
 
 
 @pytest.mark.parametrize("how", SAMPLINGS)
 @pytest.mark.parametrize("name", ["wide", "narrow", "pocket"])
 def test_dflash_drafts_as_zlab(name, how):
     checkout(zlab)
-    check(dflash_agreement(named(name), how), name)
+    check(dflash_agreement(named(name), how), name, how)
 
 
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
@@ -146,15 +147,30 @@ def test_drafts_as_native(method):
     assert all(trace.drafts for trace in traces("narrow", method)["greedy"])
 
 
-def shift_chain_positions(model):
-    """EAGLE-3: rows that come one at a time stand one position too far."""
+def test_context_keys_are_normed_with_each_layers_own_weights():
+    """What the comparison with z-lab found: vLLM's CPU kernel takes the first layer's weights for all layers."""
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
-    def later(module, args, kwargs):
+    from vllm_crossspec.engine.cpu import mend_context_norm
+
+    if not torch.cuda.is_available():
+        mend_context_norm()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    keys, weights = torch.randn(3, 5, 2, 32, device=device), torch.rand(3, 32, device=device)
+    model = types.SimpleNamespace(_k_norm_weights=weights, _rms_norm_eps=1e-6)
+    expected = keys * torch.rsqrt(keys.pow(2).mean(-1, keepdim=True) + 1e-6) * weights[:, None, None]
+    torch.testing.assert_close(DFlashQwen3Model._normalize_context_k(model, keys), expected)
+
+
+def shift_chain_positions(model):
+    """EAGLE-3: rows that come one at a time stand one position too early."""
+
+    def earlier(module, args, kwargs):
         if kwargs["position_ids"].shape[-1] == 1:
-            kwargs["position_ids"] = kwargs["position_ids"] + 1
+            kwargs["position_ids"] = (kwargs["position_ids"] - 1).clamp(min=0)
         return args, kwargs
 
-    model.midlayer.register_forward_pre_hook(later, with_kwargs=True)
+    model.midlayer.register_forward_pre_hook(earlier, with_kwargs=True)
 
 
 def shift_block_positions(model):

@@ -13,13 +13,18 @@ from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.types import DrafterFacts, TargetFacts
 
 
-def check_drafter(kind: str, model: str, key: str, target: TargetFacts, revision: str | None = None) -> DrafterFacts:
+def check_drafter(
+    kind: str, model: str, key: str, target: TargetFacts, revision: str | None = None, has_weights: bool = True
+) -> DrafterFacts:
     """Read what the checkpoint says of itself and see that it fits ``target``.
 
     Args:
         kind: of the drafter, a registry entry.
         model: local folder or hub id.
         key: of the speculative config that named it, for messages.
+        target: what it must fit.
+        revision: of a hub repository.
+        has_weights: False where dummy weights are to be made up, so that none need be there.
 
     Raises:
         ValueError: one sentence naming ``key`` and what is wrong: no such folder, not a drafter of this kind, another
@@ -28,7 +33,7 @@ def check_drafter(kind: str, model: str, key: str, target: TargetFacts, revision
     config = read_config(model, key, revision)
     facts = drafter_kind(kind, key).load_checkpoint_module().read_facts(config, key, target)
     _check_fits(facts, key, target)
-    if Path(model).expanduser().is_dir():
+    if has_weights and Path(model).expanduser().is_dir():
         check_weight_files(Path(model).expanduser(), key)
     return facts
 

@@ -85,7 +85,7 @@ def build(engine_args: Any, target_model_config: Any, target_parallel_config: An
         vocab_size=target_model_config.get_vocab_size(),
         num_layers=target_model_config.get_total_num_hidden_layers(),
     )
-    settings = resolve(settings, target)
+    settings = resolve(settings, target, has_weights=engine_args.load_format != "dummy")
     configs = drafter_configs(settings, target_model_config, target_parallel_config)
     engine_args.additional_config = {
         **(engine_args.additional_config or {}),
@@ -97,12 +97,13 @@ def build(engine_args: Any, target_model_config: Any, target_parallel_config: An
     return next(iter(configs.values()))
 
 
-def resolve(settings: CrossSpecConfig, target: TargetFacts) -> CrossSpecConfig:
+def resolve(settings: CrossSpecConfig, target: TargetFacts, has_weights: bool = True) -> CrossSpecConfig:
     """Fill in what the checkpoints say: draft lengths and tapped layers, each checked against the target."""
     drafters = {}
     for name, drafter in settings.drafters.items():
         path = "speculative_config." + (f"drafters.{name}." if settings.method in user_config.META_METHODS else "")
-        facts = check_drafter(drafter.kind, drafter.model, path + "model", target, drafter.native.get("revision"))
+        revision = drafter.native.get("revision")
+        facts = check_drafter(drafter.kind, drafter.model, path + "model", target, revision, has_weights)
         wanted = drafter.num_speculative_tokens or settings.num_speculative_tokens
         limit = facts.max_draft_tokens
         if wanted is not None and limit is not None and wanted > limit:

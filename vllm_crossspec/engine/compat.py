@@ -78,6 +78,12 @@ TOUCH_POINTS = (
         None,
         "gains the method crossspec_stats, which collective_rpc calls by name",
     ),
+    TouchPoint(
+        "vllm.model_executor.models.qwen3_dflash",
+        "DFlashQwen3Model._normalize_context_k",
+        "self all_k",
+        "replaced on CPU, whose kernel norms every layer's keys with the first layer's weights",
+    ),
     # Subclassed.
     TouchPoint(f"{_GPU}.spec_decode.speculator", "DraftModelSpeculator.propose", _PROPOSE, "overridden by the host"),
     TouchPoint(f"{_GPU}.spec_decode.speculator", "DraftModelSpeculator.set_attn", _SET_ATTN, "overridden by the host"),

@@ -17,7 +17,7 @@ def install() -> None:
 
     compat.require()
     if os.environ.get("TRITON_INTERPRET") == "1":
-        from vllm_crossspec.engine.interpreter import mend
+        from vllm_crossspec.engine.cpu import mend
 
         mend()
     _hook_speculative_config()
@@ -52,6 +52,10 @@ def _hook_init_speculator() -> None:
 
     @functools.wraps(original)
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
+        if device.type == "cpu":
+            from vllm_crossspec.engine.cpu import mend_context_norm
+
+            mend_context_norm()
         if settings_of(vllm_config) is None:
             return original(vllm_config, device, req_states)
         from vllm_crossspec.engine.host import ProposerHost

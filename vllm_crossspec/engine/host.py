@@ -16,7 +16,8 @@ from vllm_crossspec.metrics.counters import AcceptanceCounters
 from vllm_crossspec.metrics.export import start_worker_export
 from vllm_crossspec.types import StepInputs
 
-logger = init_logger(__name__)
+# Under vLLM's own logger, so that its settings apply.
+logger = init_logger("vllm.crossspec")
 
 # Requests that vLLM itself makes up to compile its kernels, before it captures CUDA graphs, are named so.
 WARM_UP_REQUESTS = ("_warmup_", "_v2_mixed_warmup")

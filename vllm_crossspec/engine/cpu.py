@@ -1,9 +1,10 @@
-"""What Triton's interpreter needs to run vLLM's kernels on a machine without a GPU.
+"""What vLLM needs to run right on a machine without a GPU, its kernels in Triton's interpreter.
 
 Development only. Each mend restores what a compiled kernel does; both the plain engine and ours run with them.
 """
 
 import types
+from typing import Any
 
 
 def mend() -> None:
@@ -48,3 +49,22 @@ def _filter_with_torch() -> None:
         return topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
 
     topk_topp_sampler.apply_top_k_top_p_triton = apply_top_k_top_p
+
+
+def mend_context_norm() -> None:
+    """DFlash norms the context keys of all its layers in one call, with a row of weights for each layer.
+
+    vLLM's CPU kernel takes the first row for all of them, so that every layer but the first drafts from wrong keys:
+    natively as with us, and lossless, but accepted less often. Only z-lab's own code shows it.
+    """
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    def normalize_by_layer(self: Any, all_k: torch.Tensor) -> torch.Tensor:
+        normed = torch.empty_like(all_k)
+        for keys, weight, out in zip(all_k, self._k_norm_weights, normed, strict=True):
+            ops.rms_norm(out, keys, weight, self._rms_norm_eps)
+        return normed
+
+    DFlashQwen3Model._normalize_context_k = normalize_by_layer
