@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
     reason="the CPU lane is installed on machines without a GPU and without triton-cpu only",
 )
 
-LANE_VARIABLES = ("TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER")
+LANE_VARIABLES = ("TRITON_INTERPRET", "VLLM_USE_V2_MODEL_RUNNER", "VLLM_CPU_KVCACHE_SPACE")
 SHOW = f"import os; print(*(os.environ.get(name) for name in {LANE_VARIABLES!r}))"
 
 
@@ -24,8 +24,8 @@ def python(code, **variables):
     )
 
 
-def test_importing_triton_chooses_the_interpreter_and_the_v2_runner():
-    assert python(f"import triton; {SHOW}").stdout.split() == ["1", "1"]
+def test_importing_triton_chooses_the_interpreter_the_v2_runner_and_a_small_cache():
+    assert python(f"import triton; {SHOW}").stdout.split() == ["1", "1", "1"]
 
 
 def test_kernels_that_triton_itself_defines_are_interpreted_too():
@@ -35,11 +35,11 @@ def test_kernels_that_triton_itself_defines_are_interpreted_too():
 
 def test_children_inherit_the_choice():
     code = f"import triton, subprocess, sys; subprocess.run([sys.executable, '-c', {SHOW!r}])"
-    assert python(code).stdout.split() == ["1", "1"]
+    assert python(code).stdout.split() == ["1", "1", "1"]
 
 
 def test_what_the_user_set_stands():
-    assert python(f"import triton; {SHOW}", TRITON_INTERPRET="0").stdout.split() == ["0", "1"]
+    assert python(f"import triton; {SHOW}", TRITON_INTERPRET="0").stdout.split() == ["0", "1", "1"]
 
 
 def test_a_kernel_runs_on_the_cpu():
@@ -96,7 +96,7 @@ print(backends["cpu"].driver.is_active())
 {SHOW}
 """
     done = python(code)
-    assert done.stdout.splitlines() == ["False", "None None"]
+    assert done.stdout.splitlines() == ["False", "None None None"]
     assert done.stderr.count("stays inactive") == 1 and "pip uninstall crossspec-cpu-lane" in done.stderr
 
 

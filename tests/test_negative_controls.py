@@ -14,7 +14,8 @@ def plain_tokens():
 
 
 @pytest.fixture(scope="module")
-def llm():
+def llm(plain_tokens):
+    # After the plain engine: vLLM's counters are those of the newest engine of a process.
     # Without a prefix cache: what a broken run left there must not reach the next one.
     with engines.engine(engines.ours("dflash", engines.DFLASH), enable_prefix_caching=False) as running:
         yield running

@@ -15,7 +15,7 @@ from scipy.stats import chisquare
 
 pytestmark = pytest.mark.e2e
 
-VOCAB, SAMPLES, PROMPT = 8, 1536, [1, 5, 2, 7, 3]
+VOCAB, SAMPLES, PROMPT = 8, 512, [1, 5, 2, 7, 3]
 
 
 @pytest.fixture(scope="module")
@@ -89,8 +89,11 @@ def test_distribution_is_the_targets(tmp_path, target, expected, drafter):
         "skip_tokenizer_init": True,
     }
     with engines.engine(spec, model=folder, **settings) as llm:
-        assert p_value(llm, expected) > 1e-3
+        p = p_value(llm, expected)
         counts = engines.counts(llm)
-        assert 0.05 < counts.accepted / counts.drafts < 2.5, "both verdicts must occur"
         llm.collective_rpc(sabotage.accept_everything)
-        assert p_value(llm, expected) < 1e-6
+        p_broken = p_value(llm, expected)
+    print(f"{drafter}: p {p}, broken {p_broken}, {counts}")
+    assert 0 < counts.accepted < 2.9 * counts.drafts, "both verdicts must occur"
+    assert p > 1e-3
+    assert p_broken < 1e-6

@@ -16,7 +16,12 @@ from crossspec_cpu_lane.detect import has_gpu
 
 __all__ = ["DEFAULTS", "NOT_COMPILED", "is_usable"]
 
-DEFAULTS = {"TRITON_INTERPRET": "1", "VLLM_USE_V2_MODEL_RUNNER": "1"}
+DEFAULTS = {
+    "TRITON_INTERPRET": "1",
+    "VLLM_USE_V2_MODEL_RUNNER": "1",
+    # GiB. Without it vLLM wants 92 % of the machine's memory and refuses to start where that is not free.
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+}
 """Environment variables that make plain `vllm serve` work here; set only where the user set nothing."""
 
 NOT_COMPILED = "the CPU lane interprets Triton kernels and compiles none: set TRITON_INTERPRET=1"

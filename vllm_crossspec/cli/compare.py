@@ -19,9 +19,10 @@ from rich.table import Table
 from vllm_crossspec.cli import meta, runner
 from vllm_crossspec.cli.runner import ALL, Job, Row, Run
 
-MINIMUM_WIDTH = 118
+MINIMUM_WIDTH = 128
 """Columns that the table takes where the output is no terminal and rich would assume 80."""
 
+SAMPLED = "not identical: sampled texts follow plain's distribution, and other draws of it are as good"
 INTERPRETED = "seconds: not meaningful, kernels are interpreted on this machine (counts and texts are real)"
 
 
@@ -34,6 +35,8 @@ def compare(jobs: Sequence[Job], settings: dict[str, Any], json_file: Path | Non
     rows = runner.rows(runs)
     about = meta.describe(runs, settings)
     console.print(table(rows, interpreted=about["kernels_interpreted"]))
+    if settings["sampling"]["temperature"] > 0 and any(row.identical_to_plain is False for row in rows):
+        console.print(SAMPLED)
     if json_file is not None:
         document = {"rows": [row.as_dict() for row in rows], "meta": about}
         json_file.write_text(json.dumps(document, indent=2) + "\n")
