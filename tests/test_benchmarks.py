@@ -141,7 +141,7 @@ def test_no_decode_round_is_an_error_in_the_row():
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_pocket_shape_runs(tmp_path):
-    arguments = ["--shape", "pocket", "--methods", "none,native-dflash,whiflash-eagle3", "--batch-sizes", "1,2"]
+    arguments = ["--shape", "pocket", "--methods", "none,native-eagle3,eagle3", "--batch-sizes", "1,2"]
     arguments += ["--context", "20", "--tokens", "3", "--rounds", "3", "--folder", str(tmp_path)]
     command = [sys.executable, str(SCRIPT), *arguments, "--json", str(tmp_path / "out.json")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
@@ -149,7 +149,7 @@ def test_pocket_shape_runs(tmp_path):
     found = json.loads(done.stdout.splitlines()[-1])
     assert found == json.loads((tmp_path / "out.json").read_text())
     assert [(r["method"], r["batch_size"]) for r in found["rows"]] == [
-        (method, size) for method in ("none", "native-dflash", "whiflash-eagle3") for size in (1, 2)
+        (method, size) for method in ("none", "native-eagle3", "eagle3") for size in (1, 2)
     ]
     for row in found["rows"]:
         assert set(row["host_ms"]["round"]) == SPREAD

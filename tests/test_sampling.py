@@ -15,7 +15,8 @@ from scipy.stats import chisquare
 
 pytestmark = pytest.mark.e2e
 
-VOCAB, SAMPLES, PROMPT = 8, 512, [1, 5, 2, 7, 3]
+VOCAB, PROMPT = 8, [1, 5, 2, 7, 3]
+SAMPLES, BROKEN_SAMPLES = 384, 128
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +39,7 @@ def target(tmp_path_factory):
         pad_token_id=0,
     )
     model = LlamaForCausalLM(config).float().eval()
-    model.lm_head.weight.data.mul_(12.0)  # a distribution with likely and unlikely tokens
+    model.lm_head.weight.data.mul_(4.0)  # a distribution with likely and unlikely tokens
     folder = tmp_path_factory.mktemp("llama") / "target"
     model.save_pretrained(folder)
     return folder, model
@@ -61,13 +62,13 @@ def expected(target):
     return pairs.flatten().numpy()
 
 
-def p_value(llm, expected):
-    prompts = [{"prompt_token_ids": PROMPT}] * SAMPLES
+def p_value(llm, expected, samples_wanted):
+    prompts = [{"prompt_token_ids": PROMPT}] * samples_wanted
     samples = engines.generate(llm, prompts, max_tokens=3, temperature=1.0, ignore_eos=True, detokenize=False)
     observed = torch.zeros(VOCAB * VOCAB)
     for _, second, third in samples:
         observed[second * VOCAB + third] += 1
-    return chisquare(observed.numpy(), expected * SAMPLES / expected.sum()).pvalue
+    return chisquare(observed.numpy(), expected * samples_wanted / expected.sum()).pvalue
 
 
 DRAFTERS = {
@@ -89,10 +90,10 @@ def test_distribution_is_the_targets(tmp_path, target, expected, drafter):
         "skip_tokenizer_init": True,
     }
     with engines.engine(spec, model=folder, **settings) as llm:
-        p = p_value(llm, expected)
+        p = p_value(llm, expected, SAMPLES)
         counts = engines.counts(llm)
         llm.collective_rpc(sabotage.accept_everything)
-        p_broken = p_value(llm, expected)
+        p_broken = p_value(llm, expected, BROKEN_SAMPLES)
     print(f"{drafter}: p {p}, broken {p_broken}, {counts}")
     assert 0 < counts.accepted < 2.9 * counts.drafts, "both verdicts must occur"
     assert p > 1e-3
