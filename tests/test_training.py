@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
 from vllm_crossspec.cli.train import app as train_app
+from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.training import dflash, eagle3
 from vllm_crossspec.training.acceptance import measure
 from vllm_crossspec.training.blocks import draft_attention
@@ -271,7 +272,7 @@ def _scramble(model: torch.nn.Module) -> None:
 
 @torch.no_grad()
 def test_eagle3_unrolled_for_training_equals_an_engines_chain(target_folder):
-    target = _target(target_folder, eagle3.tap_layers(DEPTH))
+    target = _target(target_folder, default_target_layers(DEPTH))
     kept = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:96].sort().values
     model = Eagle3Drafter(EAGLE3, target.config, kept, seed=0)
     _scramble(model)

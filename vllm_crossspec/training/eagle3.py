@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.training.acceptance import measure, report
 from vllm_crossspec.training.blocks import MLP, RMSNorm, draft_attention, initialise, rotate, write_drafter
 from vllm_crossspec.training.generations import (
@@ -76,11 +77,6 @@ class _Layer(nn.Module):
         self.hidden_norm = RMSNorm(hidden, eps)
         self.input_layernorm = RMSNorm(hidden, eps)
         self.post_attention_layernorm = RMSNorm(hidden, eps)
-
-
-def tap_layers(depth: int) -> tuple[int, int, int]:
-    """The target layers that EAGLE-3 reads when its config names none: those that vLLM takes, too."""
-    return (2, depth // 2, depth - 3)
 
 
 class Eagle3Drafter(nn.Module):
@@ -260,7 +256,7 @@ def train_eagle3(
     settings = causal_lm.config
     if not 0 < config.draft_vocab_size <= settings.vocab_size:
         raise ValueError(f"--draft-vocab {config.draft_vocab_size} must lie within 1..{settings.vocab_size}")
-    target = FrozenTarget(causal_lm, tap_layers(settings.num_hidden_layers), config.bfloat16)
+    target = FrozenTarget(causal_lm, default_target_layers(settings.num_hidden_layers), config.bfloat16)
     rows = read_generations(data, "train", settings.vocab_size)
     held_out = read_generations(data, "dev", settings.vocab_size) if list(data.glob("dev-*.jsonl.gz")) else []
     kept, _ = draft_vocabulary(rows, config.draft_vocab_size, settings.vocab_size)
