@@ -121,24 +121,18 @@ def check(agreement, name, how):
         assert agreement.accepted > 20, agreement
 
 
-def named(name):
-    if name == "pocket" and not (engines.TARGET / "model.safetensors").exists():
-        pytest.skip("the pocket models are not in this checkout")
-    return name
-
-
 @pytest.mark.parametrize("how", SAMPLINGS)
 @pytest.mark.parametrize("name", ["wide", "narrow", "pocket"])
 def test_eagle3_drafts_as_safeailab(name, how):
     checkout(safeailab)
-    check(eagle3_agreement(named(name), how), name, how)
+    check(eagle3_agreement(name, how), name, how)
 
 
 @pytest.mark.parametrize("how", SAMPLINGS)
 @pytest.mark.parametrize("name", ["wide", "narrow", "pocket"])
 def test_dflash_drafts_as_zlab(name, how):
     checkout(zlab)
-    check(dflash_agreement(named(name), how), name, how)
+    check(dflash_agreement(name, how), name, how)
 
 
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
