@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import engines
 
 START_SECONDS = 600
+METRIC_SECONDS = 30
 SETTINGS = ["--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8", "--enforce-eager"]
 
 
@@ -55,6 +56,15 @@ class Server(NamedTuple):
             if line.startswith(name) and all(f'{k}="{v}"' in line for k, v in labels.items()):
                 total += float(line.rsplit(" ", 1)[1])
         return total
+
+    def wait_for_metric(self, name: str, above: float, **labels: str) -> float:
+        """The metric's sum once it is larger than ``above``; our counters are published once a second."""
+        deadline = time.monotonic() + METRIC_SECONDS
+        while (value := self.metric(name, **labels)) <= above:
+            if time.monotonic() > deadline:
+                raise AssertionError(f"{name} is still {value}")
+            time.sleep(0.2)
+        return value
 
     def client(self) -> Any:
         from openai import OpenAI
