@@ -26,7 +26,20 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from shapes import SHAPES, write_models
 
-METHODS = ("none", "native-eagle3", "native-dflash", "eagle3", "dflash", "whiflash-eagle3", "whiflash-dflash")
+METHODS = (
+    "none",
+    "native-eagle3",
+    "native-dflash",
+    "eagle3",
+    "dflash",
+    "eagle3-tree",
+    "dflash-tree",
+    "whiflash-eagle3",
+    "whiflash-dflash",
+)
+# EAGLE-3's own sizes: levels of a tree, and children of a node and nodes of a level that get some.
+TREE_DEPTH, TREE_TOP_K = 8, 10
+TREES = ("eagle3-tree", "dflash-tree")
 GRAPHS = {
     "default": {},
     "full": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
@@ -45,13 +58,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="8b", help="sizes of the target and its drafters")
-    add("--methods", type=_methods, default=list(METHODS), help="comma-separated, of: " + ", ".join(METHODS))
+    add("--methods", type=_methods, help="comma-separated, of: " + ", ".join(METHODS))
     add("--batch-sizes", type=_numbers, default=[1, 8, 32], help="requests that decode together, comma-separated")
     add("--context", type=int, default=512, help="prompt tokens of each request")
-    add("--tokens", type=int, default=7, help="draft tokens a round (K)")
+    add("--tokens", type=int, default=7, help="draft tokens a round (K); positions of a block for dflash-tree")
+    add("--nodes", type=int, default=60, help="draft tokens a round of the tree methods")
     add("--rounds", type=int, default=64, help="decode rounds to measure, for each batch size")
     add("--temperature", type=float, default=0.0, help="of the target's sampling")
-    add("--acceptance", type=float, help="accept by chance, this many tokens a round on average (vLLM's synthetic)")
+    add("--acceptance", type=float, help="accept by chance, this many tokens a round on average (chains only)")
     add("--graphs", choices=GRAPHS, default="default", help="default: vLLM's; full: no torch.compile; off: no graphs")
     add("--layers", type=int, help="target layers, if not the shape's own (to see that everything runs)")
     add("--gpu-memory", type=float, default=0.6, help="share of the device memory that vLLM may take")
@@ -61,7 +75,13 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--folder", type=Path, help="where configs and logs go (default: a temporary folder)")
     add("--json", type=Path, help="also write the document to this file")
     add("--child", help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    by_chance = options.acceptance is not None
+    if options.methods is None:
+        options.methods = [method for method in METHODS if not (by_chance and method in TREES)]
+    elif by_chance and any(method in TREES for method in options.methods):
+        parser.error("--acceptance is of vLLM's rejection sampler, which verifies chains only: leave out the trees")
+    return options
 
 
 def _numbers(text: str) -> list[int]:
@@ -79,16 +99,25 @@ def speculative_config(method: str, models: dict[str, str], options: argparse.Na
     """What a user would pass as ``--speculative-config`` for this method; None for plain decoding."""
     if method == "none":
         return None
+    meta, _, name = method.rpartition("-")
     extra: dict[str, Any] = {}
+    ours: dict[str, Any] = {}
     if options.acceptance is not None:
         extra = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": options.acceptance}
-    meta, _, name = method.rpartition("-")
+        ours = {"verification": "rejection"}
+    length = {"num_speculative_tokens": options.tokens}
     if meta == "whiflash":
         drafters = {kind: {"model": models[kind], **extra} for kind in ("eagle3", "dflash")}
         router = {"policy": "fixed", "drafter": name}
-        return {"method": meta, "num_speculative_tokens": options.tokens, "drafters": drafters, "router": router}
-    config = {"method": name, "model": models[name], "num_speculative_tokens": options.tokens, **extra}
-    return config if meta == "native" else config | {"tree": {"type": "chain"}}
+        return {"method": meta, **length, "drafters": drafters, "router": router, **ours}
+    if method == "eagle3-tree":
+        tree = {"type": "dynamic", "depth": TREE_DEPTH, "top_k": TREE_TOP_K, "num_nodes": options.nodes}
+        return {"method": meta, "model": models[meta], "tree": tree}
+    if method == "dflash-tree":
+        tree = {"type": "best_first", "num_nodes": options.nodes}
+        return {"method": meta, "model": models[meta], **length, "tree": tree}
+    config = {"method": name, "model": models[name], **length, **extra}
+    return config if meta == "native" else config | {"tree": {"type": "chain"}, **ours}
 
 
 # -- one method, in a process of its own ---------------------------------------------------------------------------
@@ -96,13 +125,13 @@ def speculative_config(method: str, models: dict[str, str], options: argparse.Na
 
 def engine_settings(method: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of ``vllm.LLM``."""
-    per_round = options.tokens + 1
+    widths = _query_lengths(method, options)
+    per_round = max(widths)
     num_tokens = _num_tokens(options)
     largest = max(options.batch_sizes)
     compilation = dict(GRAPHS[options.graphs])
     if options.graphs != "off":
-        # One token a request is what plain decoding and an autoregressive drafter's later passes take.
-        compilation["cudagraph_capture_sizes"] = sorted({n * q for n in options.batch_sizes for q in (1, per_round)})
+        compilation["cudagraph_capture_sizes"] = sorted({n * q for n in options.batch_sizes for q in widths})
     return {
         "model": models["target"],
         "load_format": "dummy",
@@ -119,9 +148,18 @@ def engine_settings(method: str, models: dict[str, str], options: argparse.Names
     }
 
 
+def _query_lengths(method: str, options: argparse.Namespace) -> set[int]:
+    """Tokens that a request has in the passes of a round: the target's, the drafter's first, the drafter's others."""
+    # One token is what plain decoding and an autoregressive drafter's later passes take.
+    lengths = {1, options.tokens + 1}
+    if method in TREES:
+        lengths |= {options.nodes + 1, TREE_TOP_K}
+    return lengths
+
+
 def _num_tokens(options: argparse.Namespace) -> int:
     """Enough for every measured round, even where all drafts are accepted."""
-    return (options.rounds + NUM_WARM_UP_ROUNDS + 2) * (options.tokens + 1)
+    return (options.rounds + NUM_WARM_UP_ROUNDS + 2) * (max(options.tokens, TREE_DEPTH) + 1)
 
 
 def run_child(options: argparse.Namespace) -> None:
@@ -309,6 +347,7 @@ def meta(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> dic
         else f"synthetic: vLLM accepts by chance, {options.acceptance} tokens a round on average",
         "shape": {"name": options.shape, **shape._asdict(), "num_layers": options.layers or shape.num_layers},
         "num_speculative_tokens": options.tokens,
+        "num_nodes": options.nodes,
         "graphs": options.graphs,
         "engine_in_own_process": options.own_process,
     }

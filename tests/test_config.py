@@ -47,6 +47,21 @@ def test_several_drafters_and_the_one_that_drafts():
     assert config.active == "eagle3"
 
 
+@pytest.mark.parametrize(
+    ("method", "tree", "kind"),
+    [
+        ("eagle3", {}, "chain"),
+        ("eagle3", {"num_nodes": 30}, "dynamic"),
+        ("dflash", {"num_nodes": 30}, "best_first"),
+        ("dflash", {"type": "chain"}, "chain"),
+    ],
+)
+def test_a_size_asks_for_the_drafters_own_kind_of_tree(method, tree, kind):
+    config = parsed(method=method, model="m", tree=tree)
+    assert config.drafters[method].tree.type == kind
+    assert config.has_trees == (kind != "chain")
+
+
 def test_settings_survive_the_way_to_the_workers():
     config = parsed(method="dflash", model="m", tree=CHAIN)
     assert CrossSpecConfig(**config.model_dump(mode="json")) == config
@@ -61,7 +76,7 @@ def test_settings_survive_the_way_to_the_workers():
         ),
         (
             {"method": "eagle3", "model": "m", "tree": {"type": "chian"}},
-            r"tree.type: input should be 'chain' \(got 'chian'\)",
+            r"tree.type: input should be 'chain', 'dynamic' or 'best_first' \(got 'chian'\)",
         ),
         (
             {"method": "eagle3", "model": "m", "tree": {"typ": "chain"}},
@@ -78,7 +93,7 @@ def test_settings_survive_the_way_to_the_workers():
         ),
         (
             {"method": "dflash", "model": "m", "verification": "macth"},
-            "verification: input should be 'rejection'",
+            "verification: input should be 'match' or 'rejection'",
         ),
         ({"method": "whiflash"}, "speculative_config.drafters must name at least one drafter"),
         (
@@ -96,6 +111,30 @@ def test_settings_survive_the_way_to_the_workers():
         (
             {"method": "whiflash", "drafters": {"eagle3": {"model": "m"}}, "router": {"drafter": "dflash"}},
             "router.drafter is 'dflash', which is none of drafters",
+        ),
+        (
+            {"method": "dflash", "model": "m", "tree": {"type": "dynamic"}},
+            "tree.type 'dynamic' does not suit a dflash drafter; use 'best_first' or 'chain'",
+        ),
+        (
+            {"method": "eagle3", "model": "m", "tree": {"num_nodes": 60}, "verification": "rejection"},
+            "tree: vLLM's rejection sampler verifies chains only",
+        ),
+        ({"method": "eagle3", "model": "m", "tree": {"num_nodes": 256}}, "tree.num_nodes: .*less than or equal to 255"),
+        ({"method": "eagle3", "model": "m", "tree": CHAIN | {"depth": 3}}, "tree.type 'chain' takes no depth"),
+        ({"method": "eagle3", "model": "m", "tree": {"top_k": 33}}, "a dynamic tree takes at most 32"),
+        ({"method": "dflash", "model": "m", "tree": {"depth": 3}}, "tree.depth: a best_first tree is as deep as"),
+        (
+            {"method": "eagle3", "model": "m", "tree": {"by_batch_size": {"2": 60}}},
+            "tree.by_batch_size must say from 1 running request on",
+        ),
+        (
+            {"method": "eagle3", "model": "m", "tree": CHAIN, "draft_sample_method": "probabilistic"},
+            "draft_sample_method 'probabilistic' needs verification 'rejection', which is 'match'",
+        ),
+        (
+            {"method": "eagle3", "model": "m", "verification": "rejection", "draft_sample_method": "coupled"},
+            "draft_sample_method 'coupled' needs verification 'match', which is 'rejection'",
         ),
     ],
 )

@@ -17,6 +17,7 @@ ADDITIONAL_CONFIG_KEY = "crossspec"
 
 META_METHODS = ("whiflash",)
 OUR_KEYS = ("tree", "verification", "drafters", "router")
+_TOP_KEYS = ("verification", "draft_sample_method")
 
 
 class _Model(BaseModel):
@@ -27,9 +28,30 @@ M = TypeVar("M", bound=_Model)
 
 
 class TreeConfig(_Model):
-    """How a drafter's candidates become a draft."""
+    """How a drafter's candidates become a draft.
 
-    type: Literal["chain"] = Field("chain", description="chain: the drafter's first choice at every position")
+    Attributes:
+        type: ``chain`` is the drafter's first choice at every position; ``dynamic`` expands the best nodes depth by
+            depth and keeps the best of all (EAGLE-2, section 4; autoregressive drafters); ``best_first`` keeps the
+            most probable prefixes under the product of marginals (parallel drafters). Left out, it is the drafter's
+            own kind of tree where one of the sizes is given, else a chain.
+        depth: deepest level of a ``dynamic`` tree, tokens.
+        top_k: children of a node and width of a level; for ``best_first``, candidates at a position.
+        num_nodes: draft tokens that the target verifies at once.
+        by_batch_size: most draft tokens of a request by the number of running requests, as ``{"1": 60, "8": 30,
+            "32": 3, "64": 0}``: from 8 requests on 30, from 64 on none.
+    """
+
+    type: Literal["chain", "dynamic", "best_first"] = "chain"
+    depth: int | None = Field(None, ge=1, le=64)
+    top_k: int | None = Field(None, ge=1, le=255)
+    num_nodes: int | None = Field(None, ge=1, le=255)
+    by_batch_size: dict[int, int] | None = None
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node has one child."""
+        return self.type == "chain"
 
 
 class RouterConfig(_Model):
@@ -66,20 +88,35 @@ class CrossSpecConfig(_Model):
         method: as the user wrote it.
         drafters: by name; the first is the one whose vLLM method carries the engine.
         router: None where there is one drafter.
-        verification: how drafts are verified; ``rejection`` is vLLM's own rejection sampler.
+        verification: ``match`` samples at every node with vLLM's own sampler and walks the tree while the drafts
+            match; ``rejection`` is vLLM's rejection sampler, for chains.
+        draft_sample_method: how drafters choose for sampled requests: ``coupled`` ranks with the noise that the
+            target will use, ``greedy`` without, ``probabilistic`` samples (with ``rejection`` only). None: coupled
+            under ``match``, vLLM's default under ``rejection``.
         num_speculative_tokens: draft tokens that the scheduler plans for; None before it is resolved.
     """
 
     method: str
     drafters: dict[str, DrafterConfig]
     router: RouterConfig | None = None
-    verification: Literal["rejection"] = "rejection"
+    verification: Literal["match", "rejection"] = "match"
+    draft_sample_method: Literal["coupled", "greedy", "probabilistic"] | None = None
     num_speculative_tokens: int | None = Field(None, ge=1)
 
     @property
     def active(self) -> str:
         """Name of the drafter that drafts."""
         return self.router.drafter if self.router else next(iter(self.drafters))
+
+    @property
+    def has_trees(self) -> bool:
+        """Whether any drafter drafts more than chains."""
+        return any(not d.tree.is_chain for d in self.drafters.values())
+
+    @property
+    def max_depth(self) -> int:
+        """Most tokens that one round can accept, the bonus token not included."""
+        return max(d.num_speculative_tokens or 0 for d in self.drafters.values())
 
 
 def is_ours(raw: Mapping[str, Any], native_methods: Collection[str]) -> bool:
@@ -112,16 +149,56 @@ def parse(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSpecConf
         for key in ("drafters", "router"):
             if key in raw:
                 raise ValueError(f"speculative_config.{key} belongs to method {META_METHODS[0]!r}, not to {method!r}")
-        drafter = _drafter(
-            method, {k: v for k, v in raw.items() if k not in ("method", "verification")}, "", native_keys
-        )
-        top = {k: raw[k] for k in ("num_speculative_tokens", "verification") if k in raw}
-        return _build(CrossSpecConfig, {"method": method, "drafters": {method: drafter}, **top}, "")
+        drafter = _drafter(method, {k: v for k, v in raw.items() if k not in ("method", *_TOP_KEYS)}, "", native_keys)
+        top = {k: raw[k] for k in _TOP_KEYS if k in raw}
+        return _check(_build(CrossSpecConfig, {"method": method, "drafters": {method: drafter}, **top}, ""))
     return _parse_meta(raw, native_keys)
 
 
+def _check(config: CrossSpecConfig) -> CrossSpecConfig:
+    """Refuse what does not go together, as far as it can be seen without the checkpoints."""
+    single = config.method not in META_METHODS
+    for name, drafter in config.drafters.items():
+        key = "speculative_config." + ("" if single else f"drafters.{name}.") + "tree"
+        tree, kind = drafter.tree, drafter_kind(drafter.kind, key)
+        if not tree.is_chain and tree.type != kind.tree:
+            raise ValueError(
+                f"{key}.type {tree.type!r} does not suit a {kind.name} drafter; use {kind.tree!r} or 'chain'"
+            )
+        if not tree.is_chain and config.verification == "rejection":
+            raise ValueError(
+                f"{key}: vLLM's rejection sampler verifies chains only; leave out verification, or the tree"
+            )
+        if tree.is_chain and (tree.depth or tree.top_k or tree.num_nodes):
+            raise ValueError(f"{key}.type 'chain' takes no depth, top_k or num_nodes; use num_speculative_tokens")
+        if tree.type == "dynamic" and (tree.top_k or 0) > 32:
+            raise ValueError(f"{key}.top_k is {tree.top_k}; a dynamic tree takes at most 32")
+        if tree.type == "best_first" and tree.depth is not None:
+            raise ValueError(f"{key}.depth: a best_first tree is as deep as num_speculative_tokens; use that key")
+        _check_schedule(tree, key)
+    method, wanted = config.draft_sample_method, {"coupled": "match", "probabilistic": "rejection"}
+    if method in wanted and config.verification != wanted[method]:
+        raise ValueError(
+            f"speculative_config.draft_sample_method {method!r} needs verification {wanted[method]!r}, "
+            f"which is {config.verification!r}"
+        )
+    return config
+
+
+def _check_schedule(tree: TreeConfig, key: str) -> None:
+    schedule = tree.by_batch_size
+    if schedule is None:
+        return
+    sizes = sorted(schedule)
+    if not sizes or sizes[0] != 1 or any(n < 0 or n > 255 for n in schedule.values()):
+        raise ValueError(
+            f"{key}.by_batch_size must say from 1 running request on how many tokens (0 to 255) to draft, "
+            'as in {"1": 60, "16": 0}'
+        )
+
+
 def _parse_meta(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSpecConfig:
-    known = ("method", "num_speculative_tokens", "drafters", "router", "verification")
+    known = ("method", "num_speculative_tokens", "drafters", "router", *_TOP_KEYS)
     _check_keys(raw, known, "")
     drafters = raw.get("drafters")
     if not isinstance(drafters, Mapping) or not drafters:
@@ -136,22 +213,25 @@ def _parse_meta(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSp
         kind = settings.pop("type", name)
         named[name] = _drafter(kind, settings, f"drafters.{name}.", native_keys)
     router = raw.get("router", {"policy": "fixed", "drafter": next(iter(named))})
-    fields = {k: raw[k] for k in ("num_speculative_tokens", "verification") if k in raw}
+    fields = {k: raw[k] for k in ("num_speculative_tokens", *_TOP_KEYS) if k in raw}
     config = _build(CrossSpecConfig, {"method": raw["method"], "drafters": named, "router": router, **fields}, "")
     if config.active not in named:
         hint = _nearest(config.active, named)
         raise ValueError(f"speculative_config.router.drafter is {config.active!r}, which is none of drafters{hint}")
-    return config
+    return _check(config)
 
 
 def _drafter(kind: str, raw: Mapping[str, Any], path: str, native_keys: Collection[str]) -> DrafterConfig:
-    drafter_kind(kind, f"speculative_config.{path}type")
+    natural_tree = drafter_kind(kind, f"speculative_config.{path}type").tree
     ours = ("model", "num_speculative_tokens", "tree")
-    native = [k for k in native_keys if k not in ("method", *ours)]
+    native = [k for k in native_keys if k not in ("method", *_TOP_KEYS, *ours)]
     _check_keys(raw, (*ours, *native), path)
     if "model" not in raw:
         raise ValueError(f"speculative_config.{path}model is missing; give the drafter's folder or hub id")
     fields = {k: raw[k] for k in ours if k in raw}
+    tree = fields.get("tree")
+    if isinstance(tree, Mapping) and "type" not in tree and any(k in tree for k in ("depth", "top_k", "num_nodes")):
+        fields["tree"] = {"type": natural_tree, **tree}
     return _build(DrafterConfig, {"kind": kind, **fields, "native": {k: raw[k] for k in raw if k not in ours}}, path)
 
 

@@ -39,14 +39,52 @@ class StepInputs(NamedTuple):
     options: dict[str, Any]
 
 
-class Candidates(NamedTuple):
-    """A drafter's answer: the chain that it proposes for every request.
+class TokenTree(NamedTuple):
+    """Draft trees of a batch: node i is row i + 1 of its request's verification, row 0 being the last sampled token.
+
+    Nodes are ordered by falling path probability, so that every prefix of the list is a tree. N draft nodes.
 
     Attributes:
-        tokens: int64 [R, K], token ids of the target's vocabulary.
+        tokens: int64 [R, N], token ids of the target's vocabulary; 0 past the live nodes.
+        parents: int32 [R, N], row of each node's parent, smaller than the node's own row.
+        log_probs: float32 [R, N], the drafter's log-probability of the path from the root, falling.
+        sizes: int32 [R], live nodes.
     """
 
     tokens: torch.Tensor
+    parents: torch.Tensor
+    log_probs: torch.Tensor
+    sizes: torch.Tensor
+
+
+class Candidates(NamedTuple):
+    """A drafter's answer for a round: a chain of every request, or a tree.
+
+    Attributes:
+        tokens: int64 [R, K] the chain, token ids of the target's vocabulary; None where there is a tree.
+        tree: None where there is a chain.
+    """
+
+    tokens: torch.Tensor | None = None
+    tree: TokenTree | None = None
+
+
+class DraftSettings(NamedTuple):
+    """What the engine wants of a drafter's drafts.
+
+    Attributes:
+        num_nodes: N, draft tokens that the engine verifies of a request; rows of the proposer's trees are as wide.
+        tree_nodes: most nodes of this drafter's trees; None for a chain.
+        top_k: children of a node (dynamic) or candidates at a position (best_first); None for a chain.
+        depth: K, deepest level.
+        is_coupled: whether candidates are ranked with the target's noise for sampled requests.
+    """
+
+    num_nodes: int
+    tree_nodes: int | None
+    top_k: int | None
+    depth: int
+    is_coupled: bool
 
 
 class TargetFacts(NamedTuple):

@@ -27,6 +27,17 @@ METHODS: dict[str, dict[str, Any] | None] = {
         "num_speculative_tokens": 7,
         "tree": {"type": "chain"},
     },
+    "eagle3-tree": {
+        "method": "eagle3",
+        "model": "{pocket}/eagle3",
+        "tree": {"type": "dynamic", "depth": 8, "top_k": 10, "num_nodes": 60},
+    },
+    "dflash-tree": {
+        "method": "dflash",
+        "model": "{pocket}/dflash",
+        "num_speculative_tokens": 7,
+        "tree": {"type": "best_first", "num_nodes": 60},
+    },
 }
 """Every method of the demo and its --speculative-config; `{pocket}` is the folder of the pocket models."""
 

@@ -271,10 +271,12 @@ def accepted_per_position(histograms: Sequence[Sequence[int]]) -> list[int]:
         histograms: one per generation, each [K + 1] or empty.
 
     Returns:
-        [K] counts; the first is never smaller than the second.
+        [K] counts, up to the last position that was ever accepted (a tree of many nodes is not as deep); the first is
+        never smaller than the second.
     """
     total = [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)]
-    return [sum(total[i:]) for i in range(1, len(total))]
+    counts = [sum(total[i:]) for i in range(1, len(total))]
+    return counts[: next((i for i in range(len(counts), 0, -1) if counts[i - 1]), 0)]
 
 
 def _identical(run: Run, plain: Run, category: str) -> bool:

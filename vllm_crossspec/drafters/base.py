@@ -12,24 +12,28 @@ class DrafterKind(NamedTuple):
         name: as users write it.
         carrier: vLLM's own method whose configuration carries this drafter through the engine.
         checkpoint: module with ``read_facts(config: dict, folder_or_id: str, target: TargetFacts) -> DrafterFacts``.
-        proposer: ``module:class`` of its proposer.
+        proposer: ``module:class`` of the proposer that drafts chains.
+        tree_proposer: of the one that drafts trees.
         reads_target_slots: its first pass reads the target's slot mappings, which a later drafter may overwrite;
             such drafters run first.
+        tree: the builder of trees (``tree.base``) that this drafter's candidates are for.
     """
 
     name: str
     carrier: str
     checkpoint: str
     proposer: str
+    tree_proposer: str
     reads_target_slots: bool
+    tree: str
 
     def load_checkpoint_module(self) -> Any:
         """The module that reads this kind's checkpoints."""
         return import_module(self.checkpoint)
 
-    def load_proposer(self) -> Any:
-        """The proposer's class; imports vLLM."""
-        module, _, name = self.proposer.partition(":")
+    def load_proposer(self, is_tree: bool = False) -> Any:
+        """The proposer's class, of chains or of trees; imports vLLM."""
+        module, _, name = (self.tree_proposer if is_tree else self.proposer).partition(":")
         return getattr(import_module(module), name)
 
 
@@ -41,14 +45,18 @@ _KINDS = {
             carrier="eagle3",
             checkpoint="vllm_crossspec.drafters.eagle3.checkpoint",
             proposer="vllm_crossspec.engine.proposers.eagle3:Eagle3Proposer",
+            tree_proposer="vllm_crossspec.engine.proposers.eagle3_tree:Eagle3TreeProposer",
             reads_target_slots=True,
+            tree="dynamic",
         ),
         DrafterKind(
             name="dflash",
             carrier="dflash",
             checkpoint="vllm_crossspec.drafters.dflash.checkpoint",
             proposer="vllm_crossspec.engine.proposers.dflash:DFlashProposer",
+            tree_proposer="vllm_crossspec.engine.proposers.dflash:DFlashTreeProposer",
             reads_target_slots=False,
+            tree="best_first",
         ),
     )
 }

@@ -13,6 +13,7 @@ from vllm_crossspec import config as user_config
 from vllm_crossspec.config import ADDITIONAL_CONFIG_KEY, CrossSpecConfig, DrafterConfig
 from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.drafters.checkpoint import check_drafter
+from vllm_crossspec.tree.base import tree_kind
 from vllm_crossspec.types import TargetFacts
 
 V1_REFUSAL = "vllm_crossspec's proposers (set VLLM_USE_V2_MODEL_RUNNER=1 or leave it unset)"
@@ -86,7 +87,10 @@ def build(engine_args: Any, target_model_config: Any, target_parallel_config: An
         num_layers=target_model_config.get_total_num_hidden_layers(),
     )
     settings = resolve(settings, target, has_weights=engine_args.load_format != "dummy")
+    check_target(settings, target_model_config)
     configs = drafter_configs(settings, target_model_config, target_parallel_config)
+    if settings.verification == "match":
+        _use_our_worker(target_parallel_config)
     engine_args.additional_config = {
         **(engine_args.additional_config or {}),
         ADDITIONAL_CONFIG_KEY: settings.model_dump(mode="json"),
@@ -97,6 +101,45 @@ def build(engine_args: Any, target_model_config: Any, target_parallel_config: An
     return next(iter(configs.values()))
 
 
+def _use_our_worker(parallel_config: Any) -> None:
+    """Have vLLM load the worker whose runner verifies by sample-and-match."""
+    from vllm.platforms import current_platform
+
+    from vllm_crossspec.engine.worker import CPU_WORKER, GPU_WORKER
+
+    if parallel_config.worker_cls not in ("auto", CPU_WORKER, GPU_WORKER):
+        raise ValueError(
+            f"--worker-cls {parallel_config.worker_cls} and speculative_config.verification 'match' exclude each "
+            "other: leave out --worker-cls, or use verification 'rejection' (chains only)"
+        )
+    parallel_config.worker_cls = CPU_WORKER if current_platform.is_cpu() else GPU_WORKER
+
+
+def check_target(settings: CrossSpecConfig, model_config: Any) -> None:
+    """Refuse targets whose layers cannot hold a draft tree.
+
+    Raises:
+        ValueError: one sentence that names what the target has and the fix.
+    """
+    if not settings.has_trees:
+        return
+    found = [
+        what
+        for what, present in (
+            ("recurrent (mamba) layers", model_config.is_hybrid or model_config.is_attention_free),
+            ("M-RoPE positions", model_config.uses_mrope),
+            ("latent attention (MLA)", model_config.use_mla),
+            ("sliding-window attention", model_config.get_sliding_window() is not None),
+        )
+        if present
+    ]
+    if found:
+        raise ValueError(
+            f"speculative_config.tree: {model_config.model} has {' and '.join(found)}, over which draft trees cannot "
+            'be verified; use "tree": {"type": "chain"}'
+        )
+
+
 def resolve(settings: CrossSpecConfig, target: TargetFacts, has_weights: bool = True) -> CrossSpecConfig:
     """Fill in what the checkpoints say: draft lengths and tapped layers, each checked against the target."""
     drafters = {}
@@ -104,7 +147,8 @@ def resolve(settings: CrossSpecConfig, target: TargetFacts, has_weights: bool = 
         path = "speculative_config." + (f"drafters.{name}." if settings.method in user_config.META_METHODS else "")
         revision = drafter.native.get("revision")
         facts = check_drafter(drafter.kind, drafter.model, path + "model", target, revision, has_weights)
-        wanted = drafter.num_speculative_tokens or settings.num_speculative_tokens
+        tree = resolve_tree(drafter)
+        wanted = tree.depth or drafter.num_speculative_tokens or settings.num_speculative_tokens
         limit = facts.max_draft_tokens
         if wanted is not None and limit is not None and wanted > limit:
             if drafter.num_speculative_tokens is None and settings.method in user_config.META_METHODS:
@@ -114,17 +158,45 @@ def resolve(settings: CrossSpecConfig, target: TargetFacts, has_weights: bool = 
                     f"{path}num_speculative_tokens is {wanted}, but this drafter's block holds {limit} draft tokens; "
                     f"use {limit} or less"
                 )
+        folder = Path(drafter.model).expanduser()
         drafters[name] = drafter.model_copy(
             update={
                 "num_speculative_tokens": wanted or facts.default_draft_tokens,
                 "target_layers": facts.target_layers,
-                "model": str(Path(drafter.model).expanduser())
-                if Path(drafter.model).expanduser().is_dir()
-                else drafter.model,
+                "model": str(folder) if folder.is_dir() else drafter.model,
+                "tree": tree,
             }
         )
-    longest = max(d.num_speculative_tokens for d in drafters.values())
+    longest = max(d.tree.num_nodes or d.num_speculative_tokens for d in drafters.values())
     return settings.model_copy(update={"drafters": drafters, "num_speculative_tokens": longest})
+
+
+def resolve_tree(drafter: DrafterConfig) -> user_config.TreeConfig:
+    """The tree with every size that the user left out; a chain stays as it is."""
+    if drafter.tree.is_chain:
+        return drafter.tree
+    given = {k: v for k, v in drafter.tree.model_dump().items() if v is not None}
+    if drafter.tree.type == "dynamic" and drafter.num_speculative_tokens is not None:
+        given.setdefault("depth", drafter.num_speculative_tokens)
+    defaults = tree_kind(drafter.tree.type, "tree.type").defaults
+    tree = drafter.tree.model_copy(update={**defaults, **given})
+    if tree.top_k is None:  # the likeliest prefixes can all end at one position
+        tree = tree.model_copy(update={"top_k": tree.num_nodes})
+    return tree
+
+
+def draft_schedule(settings: CrossSpecConfig) -> list[tuple[int, int, int]] | None:
+    """vLLM's own form of ``tree.by_batch_size``: (from, to, draft tokens); None where no drafter has one.
+
+    Nodes are ordered by falling path probability, so the first ones are the best subtree of their number.
+    """
+    schedules = [d.tree.by_batch_size for d in settings.drafters.values() if d.tree.by_batch_size]
+    if not schedules:
+        return None
+    starts = sorted(set().union(*schedules))
+    sizes = [max(s[max(k for k in s if k <= start)] for s in schedules) for start in starts]
+    ends = [*(start - 1 for start in starts[1:]), 1 << 20]
+    return list(zip(starts, ends, sizes, strict=True))
 
 
 def native_dict(drafter: DrafterConfig, num_speculative_tokens: int) -> dict[str, Any]:
@@ -146,12 +218,17 @@ def drafter_configs(
     config where there is one.
     """
     names = sorted(settings.drafters, key=lambda name: settings.drafters[name].kind != "dflash")
+    schedule, method = draft_schedule(settings), settings.draft_sample_method
+    common = {} if method in (None, "coupled") else {"draft_sample_method": method}
     configs = {}
     for index, name in enumerate(names):
         drafter = settings.drafters[name]
         tokens = settings.num_speculative_tokens if index == 0 else drafter.num_speculative_tokens
+        extra = {"num_speculative_tokens_per_batch_size": schedule} if index == 0 and schedule else {}
         configs[name] = SpeculativeConfig(
             **native_dict(drafter, tokens or 0),
+            **common,
+            **extra,
             target_model_config=target_model_config,
             target_parallel_config=target_parallel_config,
         )
@@ -177,6 +254,34 @@ def unsupported_features(vllm_config: Any) -> list[str]:
     if len(settings.drafters) > 1 and speculative is not None:
         if speculative.draft_sample_method == "probabilistic":
             found.append("draft_sample_method 'probabilistic' with several drafters")
-        if speculative.num_speculative_tokens_per_batch_size:
-            found.append("num_speculative_tokens_per_batch_size with several drafters")
+        if settings.verification == "rejection" and speculative.num_speculative_tokens_per_batch_size:
+            found.append("num_speculative_tokens_per_batch_size with several drafters and verification 'rejection'")
+    if settings.verification == "match":
+        found.extend(_unsupported_by_match(vllm_config))
+    if settings.has_trees:
+        found.extend(_unsupported_by_trees(vllm_config))
+    return found
+
+
+def _unsupported_by_match(vllm_config: Any) -> list[str]:
+    """What sample-and-match does not do yet; vLLM's rejection sampler does."""
+    found = []
+    if vllm_config.watermark_config is not None:
+        found.append("watermarking with verification 'match' of vllm_crossspec (use 'rejection')")
+    if vllm_config.parallel_config.enable_batch_sharded_sampling:
+        found.append("batch-sharded sampling with verification 'match' of vllm_crossspec (use 'rejection')")
+    if vllm_config.model_config.return_sampling_mask or vllm_config.model_config.enable_trace_replay:
+        found.append("sampling masks and trace replay with verification 'match' of vllm_crossspec (use 'rejection')")
+    return found
+
+
+def _unsupported_by_trees(vllm_config: Any) -> list[str]:
+    """What draft trees do not do; chains do."""
+    found = []
+    if vllm_config.kv_transfer_config is not None:
+        found.append("KV connectors with draft trees (layers are saved before the accepted path is in place)")
+    if vllm_config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
+        found.append(
+            f"a KV cache in {vllm_config.cache_config.cache_dtype} with draft trees (use --kv-cache-dtype auto)"
+        )
     return found

@@ -84,7 +84,69 @@ TOUCH_POINTS = (
         "self all_k",
         "replaced on CPU, whose kernel norms every layer's keys with the first layer's weights",
     ),
+    TouchPoint(
+        "vllm.v1.engine.input_processor",
+        "InputProcessor._validate_params",
+        "self params supported_tasks",
+        "replaced: refuses a request whose extra argument is none of ours",
+    ),
+    TouchPoint(
+        "vllm.v1.worker.cpu.model_runner",
+        "CPUModelRunner",
+        None,
+        "replaced while a CPU worker makes its runner, by a subclass of it",
+    ),
     # Subclassed.
+    TouchPoint("vllm.v1.worker.gpu_worker", "Worker._make_model_runner", "self", "overridden: our runner"),
+    TouchPoint("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "self", "overridden: our runner"),
+    TouchPoint(
+        f"{_GPU}.model_runner",
+        "GPUModelRunner.load_model",
+        "self load_dummy_weights args model kwargs",
+        "overridden: our verifier takes the rejection sampler's place",
+    ),
+    TouchPoint(
+        f"{_GPU}.model_runner",
+        "GPUModelRunner.initialize_kv_cache",
+        "self kv_cache_config is_profiling kv_cache_allocation_context",
+        "overridden: notes where the target's K and V lie",
+    ),
+    TouchPoint(
+        f"{_GPU}.model_runner",
+        "GPUModelRunner.add_requests",
+        "self scheduler_output",
+        "overridden: what each request lets its drafter do",
+    ),
+    TouchPoint(
+        f"{_GPU}.model_runner",
+        "GPUModelRunner.prepare_attn",
+        "self input_batch",
+        "overridden: positions and masks of trees",
+    ),
+    TouchPoint(
+        f"{_GPU}.model_runner",
+        "GPUModelRunner.sample",
+        "self hidden_states input_batch grammar_output",
+        "overridden: commits the accepted path",
+    ),
+    TouchPoint(
+        f"{_GPU}.model_runner",
+        "GPUModelRunner.sample_tokens",
+        "self grammar_output",
+        "overridden: keeps hold of the tapped states",
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.utils",
+        "DraftTokensHandler.set_draft_tokens",
+        "self input_batch draft_tokens",
+        "overridden: a grammar is not shown dead draft tokens",
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.dflash.speculator",
+        "DFlashSpeculator._generate_draft",
+        "self num_reqs num_tokens_padded attn_metadata slot_mappings num_tokens_across_dp cudagraph_runtime_mode",
+        "overridden for trees",
+    ),
     TouchPoint(f"{_GPU}.spec_decode.speculator", "DraftModelSpeculator.propose", _PROPOSE, "overridden by the host"),
     TouchPoint(f"{_GPU}.spec_decode.speculator", "DraftModelSpeculator.set_attn", _SET_ATTN, "overridden by the host"),
     TouchPoint(
@@ -136,6 +198,90 @@ TOUCH_POINTS = (
         "called to catch a drafter up without drafting",
     ),
     # Called.
+    TouchPoint(
+        "vllm.v1.attention.backends.registry",
+        "register_backend",
+        "backend class_path is_mamba",
+        "called: our attention takes the place of the platform's where trees are verified",
+    ),
+    TouchPoint(
+        "vllm.v1.attention.backends.registry", "AttentionBackendEnum.clear_override", "self", "called: gives it back"
+    ),
+    TouchPoint(
+        "vllm.v1.attention.selector",
+        "_cached_get_attn_backend",
+        None,
+        "its cache is cleared when the attention changes",
+    ),
+    TouchPoint(
+        "vllm.v1.attention.backend",
+        "AttentionMetadataBuilder.build",
+        "self common_prefix_len common_attn_metadata fast_build",
+        "overridden: the step's trees join the metadata",
+    ),
+    TouchPoint(
+        "vllm.v1.attention.backend",
+        "AttentionMetadataBuilder.build_for_cudagraph_capture",
+        "self common_attn_metadata",
+        "overridden: the step's trees join the metadata",
+    ),
+    TouchPoint(
+        "vllm.v1.attention.backend",
+        "AttentionImpl.forward",
+        "self layer query key value kv_cache attn_metadata output output_scale output_block_scale",
+        "overridden: attention over trees",
+    ),
+    TouchPoint(
+        "vllm.v1.attention.backends.cpu_attn",
+        "CPUAttentionBackendImpl.do_kv_cache_update",
+        "self layer key value kv_cache slot_mapping",
+        "ours on a CPU has the same interface",
+    ),
+    TouchPoint(
+        f"{_GPU}.sample.sampler",
+        "Sampler.sample",
+        "self logits expanded_idx_mapping idx_mapping idx_mapping_np pos input_ids expanded_local_pos "
+        "seq_lens_upper_bound_np return_logprobs",
+        "called at every node",
+    ),
+    TouchPoint(
+        f"{_GPU}.sample.penalties",
+        "PenaltiesState.apply",
+        "self logits ctx",
+        "called for steps without drafts; its tensors are read by ours",
+    ),
+    TouchPoint(
+        f"{_GPU}.sample.logprob",
+        "compute_topk_scores",
+        "logits num_logprobs sampled_token_ids cu_num_logits logprob_token_ids_state expanded_idx_mapping "
+        "max_per_req_token_ids logits_mode",
+        "called for the accepted path",
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.rejection_sampler",
+        "_iter_request_chunks",
+        "cu_num_logits max_chunk_logits",
+        "called: how many logits are sampled at once",
+    ),
+    TouchPoint(
+        f"{_GPU}.sample.gumbel",
+        "murmur3_uniform32",
+        None,
+        "called by coupled drafts: the noise of the target's sampler",
+    ),
+    TouchPoint(
+        f"{_GPU}.sample.gumbel",
+        "_log1p_neg_stable",
+        None,
+        "called by coupled drafts: the noise of the target's sampler",
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.dflash.cudagraph",
+        "DFlashCudaGraphManager.capture",
+        "self forward_fn input_buffers block_tables attn_groups kv_cache_config max_model_len causal "
+        "prepare_forward progress_bar_desc",
+        "called: captures the growth of draft trees",
+    ),
     TouchPoint(
         f"{_GPU}.spec_decode.dflash.speculator",
         "prepare_dflash_inputs",

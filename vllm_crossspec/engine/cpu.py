@@ -12,6 +12,7 @@ def mend() -> None:
     _accept_integer_masks()
     _provide_log1p()
     _filter_with_torch()
+    _sample_with_torch()
 
 
 def _accept_integer_masks() -> None:
@@ -49,6 +50,78 @@ def _filter_with_torch() -> None:
         return topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
 
     topk_topp_sampler.apply_top_k_top_p_triton = apply_top_k_top_p
+
+
+def _sample_with_torch() -> None:
+    """Sampling is one program for every thousand logits of every row: interpreted, it is what a tree's step waits for.
+
+    The same in PyTorch, for plain generation, vLLM's own speculation and ours alike.
+    """
+    from vllm.v1.worker.gpu.sample import gumbel
+
+    if not isinstance(gumbel._gumbel_sample_kernel, _GumbelSample):
+        gumbel._gumbel_sample_kernel = _GumbelSample(gumbel._gumbel_sample_kernel)  # type: ignore[assignment]
+
+
+class _GumbelSample:
+    """Stands where vLLM's kernel stands, and is called as it is."""
+
+    def __init__(self, original: Any):
+        self.original = original
+
+    def __getitem__(self, grid: Any) -> Any:
+        return self._run
+
+    @staticmethod
+    def _run(
+        local_argmax: Any,
+        _argmax_stride: int,
+        local_max: Any,
+        _max_stride: int,
+        logits_cache: Any,
+        _cache_stride_0: int,
+        _cache_stride_1: int,
+        logits_cache_col: Any,
+        logits_cache_source: Any,
+        _source_stride: int,
+        logits: Any,
+        _logits_stride: int,
+        expanded_idx_mapping: Any,
+        seeds: Any,
+        positions: Any,
+        temperature: Any,
+        vocab_size: int,
+        **options: Any,
+    ) -> None:
+        import torch
+        from vllm.v1.worker.gpu.sample.gumbel import _DRAFT_NOISE_SALT
+
+        from vllm_crossspec.engine.noise import gumbel_noise_naive
+
+        slots = expanded_idx_mapping.long()
+        if logits_cache is not None:
+            column = logits_cache_col if logits_cache_col.dim() else logits_cache_col.expand_as(slots)
+            real = slots >= 0
+            logits_cache[slots[real], column[real].long(), :vocab_size] = logits_cache_source[real]
+        scale = torch.where(slots >= 0, temperature[slots.clamp(min=0)].float(), 0.0)
+        values = logits.to(local_max.dtype)
+        rows = scale.nonzero().flatten()
+        if rows.numel():
+            scores = logits[rows].float()
+            if options["APPLY_TEMPERATURE"]:
+                scores = scores / scale[rows, None]
+            keys = positions[rows] + (_DRAFT_NOISE_SALT.value if options["IS_DRAFTING"] else 0)
+            tokens = torch.arange(vocab_size)
+            values = values.clone()
+            values[rows] = scores.to(values.dtype) + gumbel_noise_naive(
+                seeds[slots[rows]], keys, tokens, options["USE_FP64"]
+            ).to(values.dtype)
+        num_rows, num_blocks = local_max.shape
+        block = options["BLOCK_SIZE"]
+        padded = torch.nn.functional.pad(values, (0, num_blocks * block - vocab_size), value=float("-inf"))
+        best, index = padded.view(num_rows, num_blocks, block).max(dim=-1)
+        local_max.copy_(best)
+        local_argmax.copy_(index + torch.arange(num_blocks) * block)
 
 
 def mend_context_norm() -> None:

@@ -23,6 +23,7 @@ def install() -> None:
     _hook_speculative_config()
     _hook_init_speculator()
     _hook_unsupported_features()
+    _hook_request_validation()
     _add_worker_method()
     _installed = True
 
@@ -88,6 +89,25 @@ def _hook_unsupported_features() -> None:
 
     VllmConfig._get_v1_model_runner_unsupported_features = v1_features  # type: ignore[method-assign]
     VllmConfig._get_v2_model_runner_unsupported_features = v2_features  # type: ignore[method-assign]
+
+
+def _hook_request_validation() -> None:
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    from vllm_crossspec.engine import bridge
+
+    original = InputProcessor._validate_params
+
+    @functools.wraps(original)
+    def validate_params(self: Any, params: Any, supported_tasks: Any) -> Any:
+        result = original(self, params, supported_tasks)
+        if bridge.settings_of(self.vllm_config) is not None:
+            from vllm_crossspec.engine.requests import check_request
+
+            check_request(params)
+        return result
+
+    InputProcessor._validate_params = validate_params  # type: ignore[method-assign]
 
 
 def _add_worker_method() -> None:

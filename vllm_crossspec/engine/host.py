@@ -9,12 +9,16 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
+from vllm_crossspec.config import DrafterConfig
 from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.engine.bridge import drafter_configs, settings_of
-from vllm_crossspec.engine.proposers.base import Proposer
+from vllm_crossspec.engine.proposers.base import Proposer, empty_tree, first_rows
 from vllm_crossspec.metrics.counters import AcceptanceCounters
 from vllm_crossspec.metrics.export import start_worker_export
-from vllm_crossspec.types import StepInputs
+from vllm_crossspec.tree.chain import chain
+from vllm_crossspec.tree.state import CHAIN, TreeState
+from vllm_crossspec.tree.to_chain import to_chain
+from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
 
 # Under vLLM's own logger, so that its settings apply.
 logger = init_logger("vllm.crossspec")
@@ -59,6 +63,10 @@ class ProposerHost(DraftModelSpeculator):
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.padded_tokens = torch.zeros(max_num_reqs, self.num_speculative_steps, dtype=torch.int64, device=device)
         self.counters = AcceptanceCounters(tuple(self.proposers), max_num_reqs, self.num_speculative_steps, device)
+        self.state: TreeState | None = None
+        # Several drafters, or trees, change a slot's shape from round to round; one drafter of chains never does.
+        self.stores_trees = settings.verification == "match" and (settings.has_trees or len(self.proposers) > 1)
+        self.chains = empty_tree(max_num_reqs, self.num_speculative_steps, device)
         self._pcp_manager: Any = None
         self._serving = False
 
@@ -68,16 +76,40 @@ class ProposerHost(DraftModelSpeculator):
         carrier = next(iter(configs))
         proposers = {}
         for name, drafter in self.settings.drafters.items():
+            kind, drafts = drafter_kind(drafter.kind, "drafter"), self._draft_settings(drafter)
+            build = kind.load_proposer(is_tree=not drafter.tree.is_chain)
             own = copy.copy(vllm_config)
-            if name != carrier:
-                own.speculative_config = configs[name]
-            elif drafter.num_speculative_tokens != self.num_speculative_steps:
-                own.speculative_config = copy.copy(vllm_config.speculative_config)
-                own.speculative_config.num_speculative_tokens = drafter.num_speculative_tokens
-            kind = drafter_kind(drafter.kind, "drafter")
-            proposers[name] = (kind.reads_target_slots, kind.load_proposer()(own, device, name))
+            speculative = vllm_config.speculative_config if name == carrier else configs[name]
+            if speculative.num_speculative_tokens != build.native_steps(drafts):
+                speculative = copy.copy(speculative)
+                speculative.num_speculative_tokens = build.native_steps(drafts)
+            own.speculative_config = speculative
+            proposer = build(own, device, name, drafts)
+            proposer.engine_config = vllm_config
+            proposers[name] = (kind.reads_target_slots, proposer)
         order = sorted(proposers, key=lambda name: not proposers[name][0])
         return {name: proposers[name][1] for name in order}
+
+    def _draft_settings(self, drafter: DrafterConfig) -> DraftSettings:
+        settings, tree = self.settings, drafter.tree
+        assert drafter.num_speculative_tokens is not None
+        return DraftSettings(
+            num_nodes=self.num_speculative_steps,
+            tree_nodes=tree.num_nodes,
+            top_k=tree.top_k,
+            depth=drafter.num_speculative_tokens,
+            is_coupled=settings.verification == "match" and settings.draft_sample_method != "greedy",
+        )
+
+    @property
+    def tree_layer_names(self) -> set[str]:
+        """Attention layers of the drafters whose own forward passes are over trees."""
+        names = [p.draft_attn_layer_names for p in self.proposers.values() if p.drafts_over_trees]
+        return set().union(*names)
+
+    def bind(self, state: TreeState) -> None:
+        """Take the place where drafts are kept for the runner's verification (``match`` only)."""
+        self.state = state
 
     # -- loading ----------------------------------------------------------------------------------------------
 
@@ -186,7 +218,8 @@ class ProposerHost(DraftModelSpeculator):
             "mm_inputs": mm_inputs,
             "is_profile": is_profile,
         }
-        tokens = None
+        drafted = None
+        wants_none = num_speculative_tokens == 0 and not dummy_run
         for name, proposer in self.proposers.items():
             tapped = [aux_hidden_states[i] for i in self.tap_indices[name]] if aux_hidden_states else None
             step = StepInputs(
@@ -204,19 +237,45 @@ class ProposerHost(DraftModelSpeculator):
                 dict(options),
             )
             # A dummy run must touch every drafter: graphs, memory profile and expert parallelism depend on it.
-            if proposer is self.active or dummy_run:
+            if (proposer is self.active and not wants_none) or dummy_run:
                 if len(self.proposers) == 1:
                     step.options["num_speculative_tokens"] = num_speculative_tokens
-                drafted = proposer.propose_step(step).tokens
-                tokens = drafted if proposer is self.active else tokens
+                candidates = proposer.propose_step(step)
+                drafted = candidates if proposer is self.active else drafted
             else:
                 proposer.catch_up(step)
-        assert tokens is not None
+        if drafted is None:
+            return self.padded_tokens[: input_batch.num_reqs].fill_(-1)
         if not dummy_run:
             if not self._serving and not input_batch.req_ids[0].startswith(WARM_UP_REQUESTS):
                 self._start_serving()
             self.counters.mark_drafted(input_batch.idx_mapping, tuple(self.proposers).index(self.active.name))
-        return self._pad(tokens)
+        return self._keep(drafted, input_batch, dummy_run)
+
+    def _keep(self, drafted: Candidates, batch: Any, dummy_run: bool) -> torch.Tensor:
+        """Keep the drafts' shapes for the verification, where they may differ; the draft tokens [R, K] for vLLM."""
+        if not self.stores_trees:
+            assert drafted.tokens is not None
+            return self._pad(drafted.tokens)
+        tree = drafted.tree
+        if tree is None:
+            chain(tokens=drafted.tokens, out=self.chains)
+            tree = first_rows(self.chains, batch.num_reqs)
+        state = self.state
+        if dummy_run or state is None:
+            return tree.tokens
+        if (state.modes[batch.idx_mapping_np] == CHAIN).any():
+            to_chain(
+                tokens=tree.tokens,
+                parents=tree.parents,
+                log_probs=tree.log_probs,
+                sizes=tree.sizes,
+                chain_only=state.modes_on_device,
+                max_depth=state.max_depth,
+                idx_mapping=batch.idx_mapping,
+            )
+        state.store(batch.idx_mapping, tree)
+        return tree.tokens
 
     def _pad(self, tokens: torch.Tensor) -> torch.Tensor:
         """Bring [R, k] to [R, K] with each row's last token: padding goes through the embedding and must be valid."""

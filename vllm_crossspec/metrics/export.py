@@ -21,9 +21,12 @@ _folder: tempfile.TemporaryDirectory[str] | None = None
 
 
 def prepare_frontend() -> None:
-    """In the process that serves ``/metrics``: make the folder and collect from it. Idempotent."""
+    """In the process that serves ``/metrics``: make the folder and collect from it. Idempotent.
+
+    A folder in the environment is that of a process which started this one, an engine's user itself: not ours.
+    """
     global _folder
-    if "PROMETHEUS_MULTIPROC_DIR" in os.environ or FOLDER_VARIABLE in os.environ:
+    if "PROMETHEUS_MULTIPROC_DIR" in os.environ or _folder is not None:
         return
     from prometheus_client import REGISTRY
     from prometheus_client.multiprocess import MultiProcessCollector

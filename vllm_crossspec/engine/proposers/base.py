@@ -1,12 +1,14 @@
 """The interface that every drafter of this project fits."""
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from vllm.config import VllmConfig
 
-from vllm_crossspec.types import Candidates, StepInputs
+from vllm_crossspec.engine.noise import add_target_noise
+from vllm_crossspec.types import Candidates, DraftSettings, StepInputs, TokenTree
 
 
 class Proposer(ABC):
@@ -22,9 +24,15 @@ class Proposer(ABC):
         draft_attn_layer_names: names of its attention layers, after loading.
         attn_groups: its attention groups, after :meth:`set_attn`.
         draft_logits: [S, K, vocabulary] cache of probabilistic drafts, or None.
+        drafts: what the engine wants of the drafts.
+        drafts_over_trees: whether its own forward passes attend over trees.
+        engine_config: the engine's own config, whose draft length is the engine's.
     """
 
     name: str
+    drafts: DraftSettings
+    drafts_over_trees: bool = False
+    engine_config: VllmConfig
     model: nn.Module
     num_speculative_steps: int
     num_query_per_req: int
@@ -34,6 +42,11 @@ class Proposer(ABC):
     draft_logits: torch.Tensor | None
     supports_mm_inputs: bool
     pcp_manager: Any
+
+    @staticmethod
+    def native_steps(drafts: DraftSettings) -> int:
+        """Draft tokens that vLLM's own class, from which the proposer descends, is to draft."""
+        return drafts.depth
 
     @abstractmethod
     def propose_step(self, step: StepInputs) -> Candidates:
@@ -62,6 +75,75 @@ class Proposer(ABC):
 
     @abstractmethod
     def capture(self) -> None: ...
+
+
+class TargetKeys(NamedTuple):
+    """What the target's sampler keys its noise by, for the tokens that are being drafted.
+
+    Attributes:
+        idx_mapping: int [rows / n] slot of every n consecutive rows; negative entries are padding.
+        positions: int64 [rows] position of the token before the drafted one.
+        temperature, seeds: [S] of every slot.
+        use_fp64: whether the target samples with float64 noise.
+    """
+
+    idx_mapping: torch.Tensor
+    positions: torch.Tensor
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    use_fp64: bool
+
+
+def ranked_logits(logits: torch.Tensor, keys: TargetKeys | None, offsets: torch.Tensor | None) -> torch.Tensor:
+    """The logits by which a drafter chooses: its own, or coupled with the target's noise.
+
+    Args:
+        logits: [rows, vocabulary] of the drafter.
+        keys: None for drafts that do not look at the noise.
+        offsets: int64 [vocabulary] target id minus draft id; None where they are the same.
+    """
+    if keys is None:
+        return logits
+    return add_target_noise(
+        logits,
+        offsets=offsets,
+        idx_mapping=keys.idx_mapping,
+        positions=keys.positions,
+        temperature=keys.temperature,
+        seeds=keys.seeds,
+        use_fp64=keys.use_fp64,
+    )
+
+
+def top_candidates(logits: torch.Tensor, count: int, offsets: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The likeliest tokens of every row.
+
+    Args:
+        logits: [rows, vocabulary].
+        count: k.
+        offsets: int64 [vocabulary] target id minus draft id; None where they are the same.
+
+    Returns:
+        float32 [rows, k] log-probabilities, falling, and int64 [rows, k] ids of the target's vocabulary.
+    """
+    top, ids = logits.topk(count, dim=-1)
+    log_probs = top.float() - logits.float().logsumexp(dim=-1, keepdim=True)
+    return log_probs, ids if offsets is None else ids + offsets[ids]
+
+
+def empty_tree(num_reqs: int, num_nodes: int, device: torch.device) -> TokenTree:
+    """Persistent buffers for the trees of ``num_reqs`` requests."""
+    return TokenTree(
+        tokens=torch.zeros(num_reqs, num_nodes, dtype=torch.int64, device=device),
+        parents=torch.zeros(num_reqs, num_nodes, dtype=torch.int32, device=device),
+        log_probs=torch.zeros(num_reqs, num_nodes, dtype=torch.float32, device=device),
+        sizes=torch.zeros(num_reqs, dtype=torch.int32, device=device),
+    )
+
+
+def first_rows(tree: TokenTree, num_reqs: int) -> TokenTree:
+    """The trees of the first requests, as views."""
+    return TokenTree(*(part[:num_reqs] for part in tree))
 
 
 def native_arguments(step: StepInputs) -> dict[str, Any]:

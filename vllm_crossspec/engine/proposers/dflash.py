@@ -1,22 +1,34 @@
 """DFlash as a proposer, on vLLM's block-diffusion speculator."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from vllm.config import VllmConfig, replace
+from vllm.config.compilation import CUDAGraphMode
 from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator, prepare_dflash_inputs
 
 from vllm_crossspec.engine.loading import load_drafter
-from vllm_crossspec.engine.proposers.base import Proposer, native_arguments
-from vllm_crossspec.types import Candidates, StepInputs
+from vllm_crossspec.engine.proposers.base import (
+    Proposer,
+    TargetKeys,
+    empty_tree,
+    first_rows,
+    native_arguments,
+    ranked_logits,
+    top_candidates,
+)
+from vllm_crossspec.tree.best_first import best_first
+from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
 
 
 class DFlashProposer(DFlashSpeculator, Proposer):
     """K tokens in one non-causal forward over [last token, K masks]; the context is K/V of target states."""
 
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
         super().__init__(vllm_config, device)
-        self.name = name
+        self.name, self.drafts = name, drafts
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The drafter's model, under a layer prefix of its own, with an attention that need not be causal."""
@@ -31,6 +43,24 @@ class DFlashProposer(DFlashSpeculator, Proposer):
             cache = replace(cache, cache_dtype=speculative.kv_cache_dtype)
         overlaid = replace(config, attention_config=attention, cache_config=cache)
         return load_drafter(target_model, overlaid, self.name, "dflash_head")
+
+    def sample_draft(
+        self,
+        hidden_states: torch.Tensor,
+        sample_src_positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        draft_step: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor:
+        """First choices, coupled with the target's noise where the drafts are to be (arguments are vLLM's)."""
+        arguments = (sample_src_positions, idx_mapping, temperature, seeds, draft_step, draft_logits, spec_step_idx)
+        if not self.drafts.is_coupled:
+            return super().sample_draft(hidden_states, *arguments)
+        keys = TargetKeys(idx_mapping, sample_src_positions, temperature, seeds, self.use_fp64_gumbel)
+        return ranked_logits(self.model.compute_logits(hidden_states), keys, None).argmax(dim=-1)
 
     def propose_step(self, step: StepInputs) -> Candidates:
         """Write the context K/V of the step's tokens and draft a block for every request."""
@@ -77,3 +107,46 @@ class DFlashProposer(DFlashSpeculator, Proposer):
                 self.sample_from_anchor,
             )
         self._precompute_context_kv(0, num_tokens)
+
+
+class DFlashTreeProposer(DFlashProposer):
+    """The likeliest prefixes under the product of the block's marginals, still from one forward."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
+        super().__init__(vllm_config, device, name, drafts)
+        self.tree = empty_tree(self.max_num_reqs, drafts.num_nodes, device)
+
+    def propose_step(self, step: StepInputs) -> Candidates:
+        """Draft a tree for every request; the block's forward and the builder are one CUDA graph."""
+        self.propose(**native_arguments(step))
+        return Candidates(tree=first_rows(self.tree, step.batch.num_reqs))
+
+    def _generate_draft(
+        self,
+        num_reqs: int,
+        num_tokens_padded: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    ) -> None:
+        """vLLM's forward of the block, then a tree in place of the first choices."""
+        drafts, num_rows = self.drafts, num_reqs * self.num_speculative_steps
+        states = self._run_model(
+            num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode
+        )
+        logits = self.model.compute_logits(states[self.sample_indices[:num_rows]])
+        keys = TargetKeys(
+            self.sample_idx_mapping[:num_rows],
+            self.sample_pos[:num_rows] - 1,
+            self.temperature,
+            self.seeds,
+            self.use_fp64_gumbel,
+        )
+        logits = ranked_logits(logits, keys if drafts.is_coupled else None, None)
+        count = min(drafts.top_k, logits.shape[1])
+        log_probs, tokens = top_candidates(logits, count, None)
+        shape = (num_reqs, self.num_speculative_steps, count)
+        best_first(
+            log_probs=log_probs.view(shape), tokens=tokens.view(shape), num_nodes=drafts.tree_nodes, out=self.tree
+        )

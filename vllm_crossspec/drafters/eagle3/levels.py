@@ -1,0 +1,125 @@
+"""Inputs of a level of EAGLE-3's tree: what each beam node brings to the drafter's next forward."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _prepare_level_kernel(
+    parent_states_ptr,  # [R * ROWS_BEFORE, H]
+    parent_states_stride,
+    beam_parents_ptr,  # int32 [R, k], index into the level before
+    beam_parents_stride,
+    root_positions_ptr,  # int64 [R]
+    states_ptr,  # [R * k, H], written
+    states_stride,
+    positions_ptr,  # int64 [R * k], written
+    level,
+    last_position,
+    width,
+    TOP_K: tl.constexpr,
+    ROWS_BEFORE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    request, node = row // TOP_K, row % TOP_K
+    parent = tl.load(beam_parents_ptr + request * beam_parents_stride + node).to(tl.int64)
+    source = request * ROWS_BEFORE + (parent if ROWS_BEFORE > 1 else 0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    states = tl.load(parent_states_ptr + source * parent_states_stride + column, mask=column < width)
+    tl.store(states_ptr + row * states_stride + column, states, mask=column < width)
+    if tl.program_id(1) == 0:
+        position = tl.load(root_positions_ptr + request) + level
+        tl.store(positions_ptr + row, tl.minimum(position, last_position))
+
+
+def prepare_level(
+    *,
+    parent_states: torch.Tensor,
+    beam_parents: torch.Tensor,
+    root_positions: torch.Tensor,
+    states: torch.Tensor,
+    positions: torch.Tensor,
+    level: int,
+    last_position: int,
+) -> None:
+    """Give every beam node of a level its parent's state and its position; one launch.
+
+    Args:
+        parent_states: [R, H] the roots' at level 1, else [R * k, H] of the level before.
+        beam_parents: int32 [R, k] each node's parent in the level before.
+        root_positions: int64 [R] position of the drafter's row that proposed the first level.
+        states: [R * k, H], written.
+        positions: int64 [R * k], written.
+        level: from 1.
+        last_position: no position is larger (the model's length minus one).
+    """
+    (num_reqs, top_k), width = beam_parents.shape, states.shape[1]
+    block = min(1024, triton.next_power_of_2(width))
+    _prepare_level_kernel[(num_reqs * top_k, triton.cdiv(width, block))](
+        parent_states,
+        parent_states.stride(0),
+        beam_parents,
+        beam_parents.stride(0),
+        root_positions,
+        states,
+        states.stride(0),
+        positions,
+        level,
+        last_position,
+        width,
+        TOP_K=top_k,
+        ROWS_BEFORE=parent_states.shape[0] // num_reqs,
+        BLOCK=block,
+    )
+
+
+@triton.jit
+def _prepare_growth_kernel(
+    target_seq_lens_ptr,  # int32 [R]
+    num_rejected_ptr,  # int32 [R]
+    seq_lens_ptr,  # int32 [S], written
+    query_start_loc_ptr,  # int32 [S + 1], written
+    num_reqs,
+    top_k,
+    max_num_reqs,
+    BLOCK: tl.constexpr,
+):
+    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real = request < num_reqs
+    length = tl.load(target_seq_lens_ptr + request, mask=real, other=0)
+    length -= tl.load(num_rejected_ptr + request, mask=real, other=0)
+    tl.store(seq_lens_ptr + request, length, mask=request < max_num_reqs)
+    tl.store(query_start_loc_ptr + request, tl.minimum(request, num_reqs) * top_k, mask=request < max_num_reqs + 1)
+
+
+def prepare_growth(
+    *,
+    target_seq_lens: torch.Tensor,
+    num_rejected: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    top_k: int,
+) -> None:
+    """The batch of all levels: the accepted tokens of each request as its dense part, ``top_k`` query rows; one launch.
+
+    Args:
+        target_seq_lens: int32 [R], draft tokens of the step included.
+        num_rejected: int32 [R].
+        seq_lens: int32 [S], written; 0 for the padding of a CUDA graph.
+        query_start_loc: int32 [S + 1], written.
+        top_k: k.
+    """
+    max_num_reqs = seq_lens.shape[0]
+    block = 256
+    _prepare_growth_kernel[(triton.cdiv(max_num_reqs + 1, block),)](
+        target_seq_lens,
+        num_rejected,
+        seq_lens,
+        query_start_loc,
+        num_rejected.shape[0],
+        top_k,
+        max_num_reqs,
+        BLOCK=block,
+    )

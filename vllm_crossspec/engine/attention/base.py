@@ -1,0 +1,261 @@
+"""What the backends share: tails, the hook that asks for them, registration with vLLM, and what is refused.
+
+Shape legend: R requests of the batch, T tokens of the step, W int32 mask words of a row, Hq and Hkv query and KV heads,
+Dh head size.
+
+A *tail* is the last rows of a request, of which each sees the dense part before the tail and, among the tail's rows,
+those whose bits its mask holds (itself and its ancestors). Every layer's attention is then the softmax over the dense
+part, continued over the tail.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import VllmConfig, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.platforms import current_platform
+from vllm.utils.torch_utils import is_quantized_kv_cache
+from vllm.v1.attention import selector
+from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+from vllm_crossspec.verify.tail_attention import DenseTail, PagedTail, tail_attention
+
+_CPU_BACKEND = "vllm_crossspec.engine.attention.cpu.TreeCpuBackend"
+_CUDA_BACKEND = "vllm_crossspec.engine.attention.flash.TreeFlashBackend"
+
+
+class TargetTail(NamedTuple):
+    """The verification rows of a step; they lead the batch. Layers of a drafter ignore it.
+
+    A request's tail is its rows from ``prefix_len`` on: the root and the draft nodes, all of its query rows. A request
+    of one query row and no drafts may stand among them (its ``prefix_len`` is its whole length), a longer chunk of a
+    prompt may not.
+
+    Attributes:
+        prefix_len: int32 [at least R] tokens before each request's tail; 0 for the padding of a CUDA graph.
+        row_mask: int32 [at least T, W] mask of each token row.
+        num_reqs: leading requests that are verification-shaped.
+        num_tokens: their query rows.
+        max_query_len: the most query rows that one of them has.
+        everything: there are no other requests in the step; padded ones count as verification-shaped. The only form
+            that is captured in CUDA graphs, so a batch that replays one must be of it, too.
+    """
+
+    prefix_len: torch.Tensor
+    row_mask: torch.Tensor
+    num_reqs: int
+    num_tokens: int
+    max_query_len: int
+    everything: bool
+
+
+class DraftTail(NamedTuple):
+    """One level of an autoregressive drafter's trees; put on the metadata of one layer by its proposer.
+
+    Every request has ``queries_per_req`` query rows and its whole paged cache (the metadata's ``seq_lens``) as dense
+    part of all of them. The layer writes the level's keys and values into ``scratch``, as the last rows of the tail,
+    and nothing into the paged cache: the slots of these rows are to be padding (-1).
+
+    Attributes:
+        scratch: [at least R, rows, 2, Hkv, Dh] keys (0) and values (1) of the tree's rows so far; one layer's own.
+        row_mask: int32 [at least R * queries_per_req, W] mask of each query row over the scratch's rows.
+        length: int32 [1] on the device, rows of the tail, this level included; the level begins at
+            ``length - queries_per_req``.
+        num_reqs: requests, the padding of a CUDA graph included.
+        queries_per_req: query rows of every request.
+    """
+
+    scratch: torch.Tensor
+    row_mask: torch.Tensor
+    length: torch.Tensor
+    num_reqs: int
+    queries_per_req: int
+
+
+TreeSource = Callable[[Any, bool], TargetTail | None]
+_tree_source: TreeSource | None = None
+
+
+def set_tree_source(source: TreeSource | None) -> None:
+    """Name the function that knows the step's tail; the metadata builders of the target's layers call it.
+
+    Args:
+        source: takes vLLM's ``CommonAttentionMetadata`` and whether a CUDA graph is being captured; returns the step's
+            tail, or None for a step without drafts. Where a graph was captured with a tail, every batch that replays
+            it needs one, vLLM's dummy batches included. None removes the source.
+    """
+    global _tree_source
+    _tree_source = source
+
+
+def tail_of_step(common_metadata: Any, capturing: bool) -> TargetTail | None:
+    """The step's tail as the source tells it; None without a source."""
+    return None if _tree_source is None else _tree_source(common_metadata, capturing)
+
+
+def serves_target(vllm_config: VllmConfig, layer_names: Iterable[str]) -> bool:
+    """Whether any of these layers is the target's; a builder of drafters' layers alone never asks for the tail."""
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))  # type: ignore[type-abstract]
+    return any(not layer.is_draft_layer for layer in layers.values())
+
+
+def merge_target_tail(
+    query: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: Any,
+    tail: TargetTail,
+    num_reqs: int,
+    scale: float,
+) -> None:
+    """Continue the softmax of the prefix pass over the target's tail, in place.
+
+    Args:
+        query: [rows, Hq, Dh].
+        out: [rows, Hq, Dh] output of the prefix pass, rewritten.
+        lse: float32 [Hq, rows] its log-sum-exp.
+        kv_cache: [blocks, Hkv, block_size, 2 * Dh], the tail's keys and values written already.
+        metadata: of the step: block table, lengths, query boundaries.
+        tail: of the step.
+        num_reqs: leading requests to work on.
+        scale: of the logits.
+    """
+    tail_attention(
+        query=query,
+        out=out,
+        lse=lse,
+        tail=PagedTail(kv_cache, metadata.block_table, tail.prefix_len, metadata.seq_lens),
+        query_start_loc=metadata.query_start_loc,
+        row_mask=tail.row_mask,
+        scale=scale,
+        num_reqs=num_reqs,
+        max_query_len=tail.max_query_len,
+    )
+
+
+def merge_draft_tail(
+    query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, metadata: Any, tail: DraftTail, scale: float
+) -> None:
+    """Continue the softmax over the paged cache over one level's tree, in place; arguments as above."""
+    tail_attention(
+        query=query,
+        out=out,
+        lse=lse,
+        tail=DenseTail(tail.scratch, tail.length),
+        query_start_loc=metadata.query_start_loc,
+        row_mask=tail.row_mask,
+        scale=scale,
+        num_reqs=tail.num_reqs,
+        max_query_len=tail.queries_per_req,
+    )
+
+
+# -- registration -----------------------------------------------------------------------------------------------------
+
+
+def register() -> None:
+    """Put our backend in the place of vLLM's for this platform; idempotent, and to be called in every process.
+
+    The name stays vLLM's, so that everything that asks for it by name finds it.
+
+    Raises:
+        ValueError: on a platform that has neither FlashAttention nor vLLM's CPU lane.
+    """
+    member, path = _override()
+    if member.get_path() == path:
+        return
+    register_backend(member, path)
+    # vLLM remembers what it chose, which matters where one process starts several engines.
+    selector._cached_get_attn_backend.cache_clear()
+
+
+def unregister() -> None:
+    """Give vLLM its own backend back, for an engine without trees that starts in the same process."""
+    set_tree_source(None)
+    overrides = {AttentionBackendEnum.CPU_ATTN: _CPU_BACKEND, AttentionBackendEnum.FLASH_ATTN: _CUDA_BACKEND}
+    for member, path in overrides.items():
+        if member.get_path() == path:
+            member.clear_override()
+            selector._cached_get_attn_backend.cache_clear()
+
+
+def _override() -> tuple[AttentionBackendEnum, str]:
+    if current_platform.is_cpu():
+        return AttentionBackendEnum.CPU_ATTN, _CPU_BACKEND
+    if current_platform.is_cuda():
+        return AttentionBackendEnum.FLASH_ATTN, _CUDA_BACKEND
+    raise ValueError(
+        f"draft trees need an NVIDIA GPU (or a CPU, for development), not {current_platform.device_name}; "
+        'leave "tree" out of the speculative_config, or set it to {"type": "chain"}'
+    )
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def check_backends(vllm_config: VllmConfig, draft_layers: Iterable[str] = ()) -> None:
+    """Refuse a model whose attention cannot take trees; to be called once its layers and the drafters' are built.
+
+    Args:
+        vllm_config: of the engine.
+        draft_layers: names of the drafters' layers that will be given a :class:`DraftTail`; other drafters' layers are
+            not looked at, for they attend as vLLM's do.
+
+    Raises:
+        ValueError: one sentence that names the layer and what to change.
+    """
+    parallel = vllm_config.parallel_config
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        raise ValueError(
+            "draft trees cannot be split over context-parallel ranks: set decode_context_parallel_size and "
+            'prefill_context_parallel_size to 1, or leave "tree" out of the speculative_config'
+        )
+    if vllm_config.cache_config.kv_sharing_fast_prefill:
+        raise ValueError(
+            "draft trees cannot be verified by a part of the layers: leave out --kv-sharing-fast-prefill, or "
+            '"tree" in the speculative_config'
+        )
+    trees_of_drafts = set(draft_layers)
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+    for name, layer in layers.items():
+        if layer.is_draft_layer and name not in trees_of_drafts:
+            continue
+        problem = _backend_problem(layer) or unsupported_feature(layer.impl)
+        if problem:
+            raise ValueError(
+                f'draft trees cannot run on layer {name}: {problem}, or leave "tree" out of the speculative_config'
+            )
+
+
+def _backend_problem(layer: AttentionLayerBase) -> str | None:
+    if getattr(getattr(layer, "impl", None), "reads_trees", False):
+        return None
+    found, wanted = layer.get_attn_backend().get_name(), _override()[0].name
+    return f"its attention is {found}; start vLLM with --attention-backend {wanted}, where the target can use that"
+
+
+def unsupported_feature(impl: Any) -> str | None:
+    """What of a layer's attention the tail's softmax does not know, with the way out; None if there is nothing.
+
+    Args:
+        impl: the attention implementation of a layer.
+    """
+    if is_quantized_kv_cache(impl.kv_cache_dtype):
+        return f"its KV cache is {impl.kv_cache_dtype}; set kv_cache_dtype to auto"
+    other = "use a target without it"
+    if impl.sliding_window not in (None, -1, (-1, -1)):
+        return f"it has a sliding window; {other}"
+    if impl.alibi_slopes is not None:
+        return f"it has ALiBi slopes; {other}"
+    if impl.logits_soft_cap:
+        return f"it caps its logits; {other}"
+    if getattr(impl, "sinks", None) is not None:
+        return f"it has attention sinks; {other}"
+    if impl.attn_type != AttentionType.DECODER:
+        return "it is not a decoder's self-attention; use a decoder-only target"
+    if getattr(impl, "fa4_hd256", False):
+        return "heads of 256 on Blackwell return no log-sum-exp; use another target"
+    return None

@@ -1,0 +1,178 @@
+"""Coupled drafts: a drafter ranks its candidates with the noise that the target will sample with.
+
+vLLM samples by the Gumbel-max trick with noise keyed by (seed, position, token). Under sample-and-match the text does
+not depend on the drafts, so a drafter may look at that noise: its best candidate by ``logits / temperature + noise`` is
+the token that the target is likeliest to *sample*. No draft probabilities are kept, and trees work alike.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from vllm.v1.worker.gpu.sample.gumbel import _log1p_neg_stable, murmur3_uniform32, murmur3_uniform64
+
+BLOCK = 1024
+
+
+@triton.jit
+def _add_target_noise_kernel(
+    logits_ptr,  # [rows, vocabulary], the drafter's
+    logits_stride,
+    out_ptr,  # float32 [rows, vocabulary]
+    out_stride,
+    offsets_ptr,  # int64 [vocabulary] target id - draft id, or None
+    idx_mapping_ptr,  # int [rows / ROWS_PER_ENTRY]
+    positions_ptr,  # int64 [rows]
+    temperature_ptr,  # float32 [S]
+    seeds_ptr,  # int64 [S]
+    vocab_size,
+    ROWS_PER_ENTRY: tl.constexpr,
+    USE_FP64: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < vocab_size
+    x = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
+    slot = tl.load(idx_mapping_ptr + row // ROWS_PER_ENTRY).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
+    if temperature != 0.0:
+        seed = tl.load(seeds_ptr + slot)
+        position = tl.load(positions_ptr + row)
+        key = token
+        if offsets_ptr is not None:
+            key = token + tl.load(offsets_ptr + token, mask=inside, other=0)
+        # The very expressions of vLLM's sampler, so that the draft sees the very numbers.
+        if USE_FP64:
+            u = murmur3_uniform64(seed, position, key)
+            noise = (-tl.log(-tl.log(u))).to(tl.float32)
+        else:
+            u = murmur3_uniform32(seed, position, key)
+            noise = -tl.log(-_log1p_neg_stable(u))
+        x = x / temperature + noise
+    tl.store(out_ptr + row * out_stride + token, x, mask=inside)
+
+
+def add_target_noise(
+    logits: torch.Tensor,
+    *,
+    offsets: torch.Tensor | None,
+    idx_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    use_fp64: bool = False,
+) -> torch.Tensor:
+    """A drafter's logits as the target's sampler will look at its own: over temperature, plus the noise; one launch.
+
+    Rows of greedy requests (temperature 0) and of padding come out as they are.
+
+    Args:
+        logits: [rows, vocabulary] of the drafter.
+        offsets: int64 [vocabulary] target id minus draft id; None where the drafter has the target's vocabulary.
+        idx_mapping: int [rows / n] slot of every n consecutive rows; negative entries are padding.
+        positions: int64 [rows] position of the token before the one that is drafted: the sampler's key.
+        temperature: float32 [S].
+        seeds: int64 [S].
+        use_fp64: whether the target samples with float64 noise.
+
+    Returns:
+        float32 [rows, vocabulary].
+    """
+    num_rows, vocab_size = logits.shape
+    rows_per_entry = num_rows // idx_mapping.shape[0]
+    if not logits.is_cuda:
+        slots = idx_mapping.repeat_interleave(rows_per_entry)
+        return add_target_noise_naive(logits, offsets, slots, positions, temperature, seeds, use_fp64)
+    out = torch.empty_like(logits, dtype=torch.float32)
+    _add_target_noise_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK))](
+        logits,
+        logits.stride(0),
+        out,
+        out.stride(0),
+        offsets,
+        idx_mapping,
+        positions,
+        temperature,
+        seeds,
+        vocab_size,
+        ROWS_PER_ENTRY=rows_per_entry,
+        USE_FP64=use_fp64,
+        BLOCK=BLOCK,
+    )
+    return out
+
+
+_BITS = 0xFFFFFFFF
+
+
+def _rotate(x: torch.Tensor, shift: int) -> torch.Tensor:
+    return ((x << shift) | (x >> (32 - shift))) & _BITS
+
+
+def _mix(h: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    key = (key * 0xCC9E2D51) & _BITS
+    key = (_rotate(key, 15) * 0x1B873593) & _BITS
+    return (_rotate(h ^ key, 13) * 5 + 0xE6546B64) & _BITS
+
+
+def _hash(seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, domain: int = 0) -> torch.Tensor:
+    """MurmurHash3 (32 bit) of (seed, position, token) in int64: [rows, 1], [rows, 1], [vocabulary] -> [rows, V]."""
+    h = torch.full_like(seeds, domain)
+    for key in (seeds & _BITS, (seeds >> 32) & _BITS, positions & _BITS, tokens & _BITS):
+        h = _mix(h, key)
+    h = h ^ 16
+    h = ((h ^ (h >> 16)) * 0x85EBCA6B) & _BITS
+    h = ((h ^ (h >> 13)) * 0xC2B2AE35) & _BITS
+    return h ^ (h >> 16)
+
+
+def gumbel_noise_naive(
+    seeds: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, use_fp64: bool = False
+) -> torch.Tensor:
+    """The Gumbel noise of vLLM's sampler in plain PyTorch.
+
+    Args:
+        seeds: int64 [rows].
+        positions: int64 [rows] of the token before the sampled one.
+        tokens: int64 [vocabulary] ids that the noise is keyed by.
+        use_fp64: whether the uniforms have 53 bits.
+
+    Returns:
+        float32 [rows, vocabulary], or float64.
+    """
+    seeds, positions = seeds.long()[:, None], positions.long()[:, None]
+    bits = _hash(seeds, positions, tokens)
+    if use_fp64:
+        high = _hash(seeds, positions, tokens, domain=0x9E3779B9)
+        uniform = (((high << 32) | bits) >> 11 & ((1 << 53) - 1)).double().add_(0.5) * 2.0**-53
+        return -torch.log(-torch.log(uniform.clamp_(max=1.0 - 2.0**-53)))
+    # As vLLM adds it up in float32; the logarithm is taken more finely than its series, which is good to 6e-7.
+    uniform = (bits >> 16).float() * 2.0**-16 + ((bits & 0xFFFF).float() + 0.5) * 2.0**-32
+    return -torch.log(-torch.log1p(-uniform.double().clamp_(max=1.0 - 2.0**-24))).float()
+
+
+def add_target_noise_naive(
+    logits: torch.Tensor,
+    offsets: torch.Tensor | None,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    use_fp64: bool = False,
+) -> torch.Tensor:
+    """:func:`add_target_noise` in plain PyTorch: the kernel's twin, and what runs without a GPU.
+
+    Interpreted, a kernel over the whole vocabulary of every node is what a round would spend its time on.
+
+    Args:
+        slots: int [rows]; negative entries are padding. The others are :func:`add_target_noise`'s.
+    """
+    out = logits.float().clone()
+    scale = torch.where(slots >= 0, temperature[slots.clamp(min=0)].float(), 0.0)
+    rows = scale.nonzero().flatten()
+    if rows.numel():
+        tokens = torch.arange(logits.shape[1], device=logits.device)
+        keys = tokens if offsets is None else tokens + offsets
+        noise = gumbel_noise_naive(seeds[slots[rows]], positions[rows], keys, use_fp64)
+        out[rows] = out[rows] / scale[rows, None] + noise.float()
+    return out

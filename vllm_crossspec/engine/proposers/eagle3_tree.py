@@ -1,0 +1,261 @@
+"""EAGLE-3 with draft trees: every level's nodes of all requests in one forward of the drafter."""
+
+import dataclasses
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
+
+from vllm_crossspec.drafters.eagle3.levels import prepare_growth, prepare_level
+from vllm_crossspec.engine.attention.base import DraftTail
+from vllm_crossspec.engine.proposers.base import TargetKeys, empty_tree, first_rows, native_arguments, top_candidates
+from vllm_crossspec.engine.proposers.eagle3 import Eagle3Proposer
+from vllm_crossspec.tree.dynamic import DynamicTree
+from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
+
+
+class Eagle3TreeProposer(Eagle3Proposer):
+    """Expands the likeliest nodes level by level and keeps the best (EAGLE-2, section 4; EAGLE-3, section 3).
+
+    The first pass is a chain's: it takes the accepted tokens into the paged cache and gives the root's candidates.
+    Each further level is one forward over k rows a request, which see the paged cache and, in a scratch of their own,
+    their ancestors. Nothing of a tree goes into the paged cache, so it needs no slots there and leaves no traces. All
+    levels are one CUDA graph.
+    """
+
+    drafts_over_trees = True
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
+        super().__init__(vllm_config, device, name, drafts)
+        assert drafts.top_k is not None and drafts.tree_nodes is not None
+        top_k, max_num_reqs = drafts.top_k, self.max_num_reqs
+        self.tree = empty_tree(max_num_reqs, drafts.num_nodes, device)
+        self.builder = DynamicTree(
+            num_nodes=drafts.tree_nodes,
+            depth=drafts.depth,
+            top_k=top_k,
+            max_num_reqs=max_num_reqs,
+            device=device,
+        )
+        max_rows = max_num_reqs * top_k
+        self.root_log_probs = torch.zeros(max_num_reqs, top_k, dtype=torch.float32, device=device)
+        self.root_tokens = torch.zeros(max_num_reqs, top_k, dtype=torch.int64, device=device)
+        self.level_states = torch.zeros(max_rows, self.hidden_size, dtype=self.dtype, device=device)
+        self.level_positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self.tail_lengths = top_k * torch.arange(1, drafts.depth + 1, dtype=torch.int32, device=device)
+        self.scratches: dict[str, torch.Tensor] = {}
+        self.level_cudagraph_manager: DFlashCudaGraphManager | None = None
+
+    def set_attn(self, *arguments: Any, **options: Any) -> None:
+        """The attention of the drafter's layers, and a scratch for the trees' keys and values of each."""
+        super().set_attn(*arguments, **options)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        rows = (self.drafts.depth - 1) * self.builder.top_k
+        for name in self.draft_attn_layer_names:
+            layer = layers[name]
+            shape = (self.max_num_reqs, max(rows, 1), 2, layer.num_kv_heads, layer.head_size)
+            self.scratches[name] = torch.zeros(shape, dtype=layer.kv_cache.dtype, device=self.device)
+        num_groups = len(self.kv_cache_config.kv_cache_groups)
+        max_rows = self.level_positions.shape[0]
+        self.no_slots = torch.full((num_groups, max_rows), PAD_SLOT_ID, dtype=torch.int64, device=self.device)
+
+    # -- CUDA graphs ------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def native_steps(drafts: DraftSettings) -> int:
+        """To vLLM's class this is a drafter of one token: its first pass. The rest is done here."""
+        return 1
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """One graph for all levels, by batch size, beside the first pass's."""
+        super().init_cudagraph_manager(cudagraph_mode)
+        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        self.level_cudagraph_manager = DFlashCudaGraphManager(
+            self.vllm_config,
+            self.device,
+            CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
+            decode_query_len=self.builder.top_k,
+        )
+
+    def capture(self) -> None:
+        """Capture the first pass and the growth of the trees."""
+        super().capture()
+        assert self.level_cudagraph_manager is not None
+        self.level_cudagraph_manager.capture(
+            self._grow,
+            self.input_buffers,
+            self.block_tables,
+            self.attn_groups,
+            self.kv_cache_config,
+            self.max_model_len,
+            causal=False,
+            prepare_forward=lambda num_reqs, attn_metadata: None,
+            progress_bar_desc="Capturing draft tree CUDA graphs",
+        )
+
+    # -- the round --------------------------------------------------------------------------------------------
+
+    def sample_draft(
+        self,
+        hidden_states: torch.Tensor,
+        sample_src_positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        draft_step: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor:
+        """The root's candidates, kept for :meth:`_grow`; returns the first of them (arguments are vLLM's)."""
+        num_reqs = hidden_states.shape[0]
+        keys = TargetKeys(idx_mapping, sample_src_positions, temperature, seeds, self.use_fp64_gumbel)
+        logits = self.logits_for_ranking(hidden_states, keys)
+        log_probs, tokens = top_candidates(logits, self.builder.top_k, self.offsets)
+        self.root_log_probs[:num_reqs], self.root_tokens[:num_reqs] = log_probs, tokens
+        return tokens[:, 0]
+
+    def propose_step(self, step: StepInputs) -> Candidates:
+        """The first pass, then all levels."""
+        step.options["num_speculative_tokens"] = None
+        self.propose(**native_arguments(step))
+        num_reqs = step.batch.num_reqs
+        self._grow_batch(step, num_reqs)
+        return Candidates(tree=first_rows(self.tree, num_reqs))
+
+    def _grow_batch(self, step: StepInputs, num_reqs: int) -> None:
+        """Grow the batch's trees, by a captured graph where there is one for its size."""
+        top_k, options = self.builder.top_k, step.options
+        prepare_growth(
+            target_seq_lens=step.batch.seq_lens,
+            num_rejected=step.num_rejected,
+            seq_lens=self.input_buffers.seq_lens,
+            query_start_loc=self.input_buffers.query_start_loc,
+            top_k=top_k,
+        )
+        sync = options.get("dp_sync_state")
+        level_sync, num_rows = (
+            self._build_uniform_batch_dp_sync(sync, num_reqs, top_k) if sync is not None else (None, num_reqs * top_k)
+        )
+        desc, level_sync = dispatch_cg_and_sync_dp(
+            self.level_cudagraph_manager,
+            num_reqs,
+            num_rows,
+            uniform_token_count=top_k,
+            dp_size=self.dp_size,
+            dp_rank=self.dp_rank,
+            need_eager=options.get("is_profile", False),
+            dp_sync_state=level_sync,
+        )
+        metadata = None
+        if not options.get("skip_attn_for_dummy_run", False):
+            metadata = self._level_metadata(desc, num_reqs, step.batch.seq_lens_cpu_upper_bound)
+        if desc.cg_mode == CUDAGraphMode.FULL:
+            assert self.level_cudagraph_manager is not None
+            self.level_cudagraph_manager.run_fullgraph(desc)
+            return
+        across_dp = level_sync.num_tokens_across_dp if level_sync is not None else None
+        self._grow(num_reqs, desc.num_tokens, metadata, None, across_dp)
+
+    def _level_metadata(
+        self, desc: BatchExecutionDescriptor, num_reqs: int, seq_lens_upper_bound: torch.Tensor
+    ) -> dict[str, Any] | None:
+        """vLLM's metadata of k query rows a request over the paged cache, the same for all levels."""
+        top_k = self.builder.top_k
+        return self._build_attn_metadata(
+            num_reqs=num_reqs,
+            batch_desc=desc,
+            query_start_loc_np=self.arange_np[: num_reqs + 1] * top_k,
+            seq_lens_cpu_upper_bound=seq_lens_upper_bound,
+            step=0,
+            causal=False,
+            slot_mappings=self.no_slots[:, : (desc.num_reqs or num_reqs) * top_k],
+        )
+
+    def _grow(
+        self,
+        num_reqs: int,
+        num_rows: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    ) -> None:
+        """All levels from the root's candidates to the finished trees; no sync, so that a graph can hold it."""
+        top_k, tree = self.builder.top_k, self.builder
+        beam = tree.start(self.root_log_probs[:num_reqs], self.root_tokens[:num_reqs])
+        states = self.hidden_states[:num_reqs]
+        for level in range(1, self.drafts.depth):
+            prepare_level(
+                parent_states=states,
+                beam_parents=beam.parents,
+                root_positions=self.input_buffers.positions,
+                states=self.level_states,
+                positions=self.level_positions,
+                level=level,
+                last_position=self.max_model_len - 1,
+            )
+            self._attach_tails(attn_metadata, level, num_reqs, beam.masks)
+            rows = num_reqs * top_k
+            out, states = self._forward_level(beam.tokens.reshape(rows), attn_metadata, num_tokens_across_dp)
+            keys = TargetKeys(
+                self.idx_mapping[:num_reqs],
+                self.level_positions[:rows] + 1,
+                self.temperature,
+                self.seeds,
+                self.use_fp64_gumbel,
+            )
+            log_probs, tokens = top_candidates(self.logits_for_ranking(out, keys), top_k, self.offsets)
+            shape = (num_reqs, top_k, top_k)
+            beam = tree.expand(level + 1, log_probs.view(shape), tokens.view(shape))
+        tree.finish(self.tree)
+
+    def _attach_tails(
+        self, attn_metadata: dict[str, Any] | None, level: int, num_reqs: int, masks: torch.Tensor
+    ) -> None:
+        """Tell each layer where its tree's keys and values are, and which of them each row sees."""
+        if attn_metadata is None:
+            return
+        for name, scratch in self.scratches.items():
+            tail = DraftTail(
+                scratch=scratch,
+                row_mask=masks.reshape(-1, masks.shape[-1]),
+                length=self.tail_lengths[level - 1 : level],
+                num_reqs=num_reqs,
+                queries_per_req=self.builder.top_k,
+            )
+            # Layers of one cache group share their metadata, but each has a scratch of its own.
+            attn_metadata[name] = dataclasses.replace(attn_metadata[name], draft_tail=tail)
+
+    def _forward_level(
+        self,
+        token_ids: torch.Tensor,
+        attn_metadata: dict[str, Any] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The drafter over one level's rows: its states for the head and for the next level, [rows, H] each."""
+        num_rows = token_ids.shape[0]
+        self._prepare_eplb_forward(num_rows)
+        slots = None
+        if attn_metadata is not None:
+            slots = dict.fromkeys(self.draft_attn_layer_names, self.no_slots[0, :num_rows])
+        with set_forward_context(
+            attn_metadata,
+            self.vllm_config,
+            num_tokens=num_rows,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            num_tokens_across_dp=num_tokens_across_dp,
+            slot_mapping=slots,
+            batch_descriptor=BatchDescriptor(num_tokens=num_rows),
+        ):
+            return self.model(
+                input_ids=token_ids,
+                positions=self.level_positions[:num_rows],
+                hidden_states=self.level_states[:num_rows],
+                inputs_embeds=None,
+            )

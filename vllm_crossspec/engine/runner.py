@@ -1,0 +1,222 @@
+"""vLLM's model runner with sample-and-match verification, of chains and of trees.
+
+Everything between the target's forward pass and the drafter's next round that vLLM does for chains is done here for
+trees: rows get the position of their depth and a mask of their ancestors before the pass; after it the accepted path
+moves to where an accepted chain would be, in the KV cache of every target layer and in the states that drafters read.
+"""
+
+from typing import Any
+
+import torch
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
+
+from vllm_crossspec.commit.kernels import (
+    MAX_TENSORS,
+    KVLayers,
+    compact_kv,
+    compact_rows,
+    make_kv_layers,
+    restore_rows,
+)
+from vllm_crossspec.engine.attention import base
+from vllm_crossspec.engine.bridge import settings_of
+from vllm_crossspec.engine.requests import draft_mode
+from vllm_crossspec.engine.verifier import MatchVerifier, TreePenalties
+from vllm_crossspec.tree.state import NOTHING, TreeState
+from vllm_crossspec.verify.rows import prepare_rows
+
+logger = init_logger("vllm.crossspec")
+
+NATIVE_PROCESSORS = 3
+"""vLLM's own logits processors (bias, penalties, bad words); the rest are the user's."""
+
+
+class LiveDraftTokensHandler(DraftTokensHandler):
+    """Tells the scheduler's grammar check which draft tokens are none: those past a request's live nodes.
+
+    Args:
+        device: of the tokens.
+        state: of the trees.
+    """
+
+    def __init__(self, device: torch.device, state: TreeState):
+        super().__init__(device)
+        self.state = state
+        self.columns = torch.arange(state.num_nodes, dtype=torch.int32, device=device)
+
+    def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:
+        """Take the round's draft tokens [R, n]; -1 past the live ones where a grammar will read them."""
+        if input_batch.has_structured_output_reqs:
+            live = self.state.sizes[input_batch.idx_mapping]
+            dead = self.columns[None, : draft_tokens.shape[1]] >= live[:, None]
+            draft_tokens = draft_tokens.masked_fill(dead, -1)
+        super().set_draft_tokens(input_batch, draft_tokens)
+
+
+class MatchRunner:
+    """What our runners add to vLLM's; mixed in before its class, for a GPU and for a CPU alike."""
+
+    def __init__(self, vllm_config: Any, device: torch.device):
+        super().__init__(vllm_config, device)  # type: ignore[call-arg]
+        settings = settings_of(vllm_config)
+        assert settings is not None
+        self.has_trees = settings.has_trees
+        self.tree_state = TreeState(
+            self.max_num_reqs, self.max_num_tokens, self.num_speculative_steps, settings.max_depth, device
+        )
+        self.speculator.bind(self.tree_state)
+        self.draft_tokens_handler = LiveDraftTokensHandler(device, self.tree_state)
+        self._kv_layers: KVLayers | None = None
+        self._has_drafts = self._chains_only = False
+        self._tapped: list[torch.Tensor] = []
+        if self.has_trees:
+            base.register()
+            base.set_tree_source(self.tree_source)
+        else:
+            base.unregister()  # an engine with trees may have run in this process before
+        logger.info(
+            "crossspec: drafts of up to %d tokens, %d deep; %.1f MiB for trees and masks",
+            self.num_speculative_steps,
+            settings.max_depth,
+            self.tree_state.num_bytes / 2**20,
+        )
+
+    # -- loading ----------------------------------------------------------------------------------------------
+
+    def load_model(self, *arguments: Any, **options: Any) -> None:
+        """Load, then put the verifier in the rejection sampler's place."""
+        super().load_model(*arguments, **options)  # type: ignore[misc]
+        penalties = None
+        if self.has_trees:
+            base.check_backends(self.vllm_config, draft_layers=self.speculator.tree_layer_names)
+            penalties = TreePenalties(self.sampler.penalties_state, self.tree_state)
+            self.sampler.logits_processors = [
+                penalties if isinstance(processor, PenaltiesState) else processor
+                for processor in self.sampler.logits_processors
+            ]
+            # A custom logits processor expects the rows of a chain.
+            self._chains_only = len(self.sampler.logits_processors) > NATIVE_PROCESSORS
+        # FlashInfer draws from a generator of its own: right in distribution, but no drafter can foresee it.
+        self.sampler.use_flashinfer = False
+        self.rejection_sampler = MatchVerifier(self.sampler, self.tree_state, penalties)
+
+    def initialize_kv_cache(self, *arguments: Any, **options: Any) -> None:
+        """Allocate, then note where the K and V of every target layer lie."""
+        super().initialize_kv_cache(*arguments, **options)  # type: ignore[misc]
+        if not self.has_trees:
+            return
+        layers = self.compilation_config.static_forward_context
+        caches, seen = [], set()
+        for group, spec in enumerate(self.kv_cache_config.kv_cache_groups):
+            for name in spec.layer_names:
+                cache = layers[name].kv_cache
+                if layers[name].is_draft_layer or cache.data_ptr() in seen:
+                    continue
+                seen.add(cache.data_ptr())
+                caches.append((cache, group))
+        self._kv_layers = make_kv_layers(caches)
+
+    # -- the step ---------------------------------------------------------------------------------------------
+
+    def add_requests(self, scheduler_output: Any) -> None:
+        """Note what each new request lets its drafter do."""
+        super().add_requests(scheduler_output)  # type: ignore[misc]
+        if not scheduler_output.scheduled_new_reqs:
+            return
+        state = self.tree_state
+        for request in scheduler_output.scheduled_new_reqs:
+            slot = self.req_states.req_id_to_index[request.req_id]
+            state.modes[slot] = draft_mode(request.sampling_params, self._chains_only)
+        # A copy of the host's array, for the next batch of new requests may change it before this one is through.
+        state.modes_on_device.copy_(torch.from_numpy(state.modes.copy()), non_blocking=True)
+        if not self.speculator.stores_trees:
+            state.sizes.copy_((state.modes_on_device != NOTHING) * state.num_nodes)
+
+    def prepare_attn(self, input_batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """KV slots from linear positions as ever, then the trees' positions and masks."""
+        prepared = super().prepare_attn(input_batch)  # type: ignore[misc]
+        self._has_drafts = input_batch.num_draft_tokens > 0
+        if self._has_drafts:
+            state = self.tree_state
+            prepare_rows(
+                idx_mapping=input_batch.idx_mapping,
+                query_start_loc=input_batch.query_start_loc,
+                cu_num_logits=input_batch.cu_num_logits,
+                seq_lens=input_batch.seq_lens,
+                prefill_len=self.req_states.prefill_len.gpu,
+                parents=state.parents,
+                sizes=state.sizes,
+                positions=input_batch.positions,
+                row_mask=state.row_mask,
+                prefix_len=state.prefix_len,
+                num_live=state.num_live,
+                max_depth=state.max_depth,
+            )
+            # Requests that only pad a CUDA graph have no rows.
+            state.prefix_len[input_batch.num_reqs : input_batch.num_reqs_after_padding].zero_()
+            self._step_batch = input_batch
+        return prepared
+
+    def tree_source(self, common: Any, capturing: bool) -> Any:
+        """The step's trees for the metadata builders of the attention; None where no request brought drafts.
+
+        Args:
+            common: vLLM's common attention metadata.
+            capturing: whether a CUDA graph of a uniform verification batch is being captured.
+        """
+        state = self.tree_state
+        if capturing:
+            if common.max_query_len <= 1:
+                return None
+            num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
+        elif self._has_drafts:
+            batch = self._step_batch
+            # Verification requests lead the batch (vLLM sorts it so).
+            num_reqs = int((batch.num_draft_tokens_per_req > 0).sum())
+            num_tokens = int(batch.query_start_loc_np[num_reqs])
+            if num_reqs == batch.num_reqs:
+                num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
+        else:
+            return None
+        return base.TargetTail(
+            prefix_len=state.prefix_len,
+            row_mask=state.row_mask,
+            num_reqs=num_reqs,
+            num_tokens=num_tokens,
+            max_query_len=min(common.max_query_len, state.num_nodes + 1),
+            everything=num_reqs >= common.num_reqs,
+        )
+
+    def sample_tokens(self, grammar_output: Any) -> Any:
+        """Keep hold of the tapped states, which the commit moves."""
+        step = self.execute_model_state
+        self._tapped = list(step.aux_hidden_states or ()) if step is not None else []
+        return super().sample_tokens(grammar_output)  # type: ignore[misc]
+
+    def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
+        """Verify, then commit the accepted paths."""
+        out = super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
+        if self.has_trees and self._has_drafts:
+            self._commit(hidden_states, input_batch)
+        self._has_drafts = False
+        return out
+
+    def _commit(self, hidden_states: torch.Tensor, batch: Any) -> None:
+        """Move K, V, states and ids of each accepted path to the rows of an accepted chain.
+
+        Three launches, and one more for every eight tapped states.
+        """
+        state = self.tree_state
+        path = {
+            "query_start_loc": batch.query_start_loc,
+            "cu_num_logits": batch.cu_num_logits,
+            "num_sampled": state.num_sampled,
+            "path": state.path,
+        }
+        compact_kv(self._kv_layers, **path, slot_mappings=self.block_tables.slot_mappings)
+        states = [hidden_states, *self._tapped]
+        for first in range(0, len(states), MAX_TENSORS):
+            compact_rows(states[first : first + MAX_TENSORS], **path)
+        restore_rows(**path, seq_lens=batch.seq_lens, positions=batch.positions, input_ids=batch.input_ids)

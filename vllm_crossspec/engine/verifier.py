@@ -1,0 +1,190 @@
+"""Sample-and-match verification with vLLM's own sampler (design: the target's samples decide, drafts only save time).
+
+The token that the target samples at a node does not depend on the drafts, so the text is plain's: token for token
+where the noise is keyed by seed and position, in distribution otherwise, for every sampling parameter that vLLM's
+sampler knows.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import _iter_request_chunks, get_max_chunk_logits
+
+from vllm_crossspec.tree.state import TreeState
+from vllm_crossspec.verify.penalties import tree_penalties
+from vllm_crossspec.verify.walk import walk_tree
+
+
+class TreePenalties(LogitsProcessor):
+    """vLLM's penalties with a node's own ancestors as the drafted history, where a chain has the rows before it.
+
+    Args:
+        chain: vLLM's state; its parameters and counts stay the truth.
+        state: of the trees.
+    """
+
+    def __init__(self, chain: PenaltiesState, state: TreeState):
+        self.chain, self.state = chain, state
+        self.live_per_row: torch.Tensor | None = None
+
+    def add_request(self, *arguments: Any) -> bool:
+        """Handed to vLLM's state."""
+        return self.chain.add_request(*arguments)
+
+    def apply_staged_writes(self) -> None:
+        """Handed to vLLM's state."""
+        self.chain.apply_staged_writes()
+
+    def apply(self, logits: torch.Tensor, context: LogitsContext) -> torch.Tensor:
+        """Penalize in place; rows without drafts go vLLM's own way."""
+        chain = self.chain
+        if self.live_per_row is None:
+            return chain.apply(logits, context)
+        if np.any(chain.use_penalty[context.idx_mapping_np]):
+            tree_penalties(
+                logits=logits,
+                idx_mapping_per_row=context.expanded_idx_mapping,
+                token_ids=context.input_ids,
+                local_pos=context.expanded_local_pos,
+                live_per_row=self.live_per_row,
+                parents=self.state.parents,
+                repetition=chain.repetition_penalty.gpu,
+                frequency=chain.frequency_penalty.gpu,
+                presence=chain.presence_penalty.gpu,
+                prompt_bin_mask=chain.prompt_bin_mask,
+                output_bin_counts=chain.output_bin_counts,
+                max_depth=self.state.max_depth,
+            )
+        return logits
+
+
+class MatchVerifier:
+    """Takes the place of vLLM's rejection sampler: sample at every node, then walk while the samples are drafted.
+
+    Args:
+        sampler: vLLM's.
+        state: of the trees; ``num_live`` of the step must be there (``verify.rows``).
+        penalties: the processor that needs the step's live rows; None where all drafts are chains.
+    """
+
+    def __init__(self, sampler: Sampler, state: TreeState, penalties: TreePenalties | None):
+        self.sampler, self.state, self.penalties = sampler, state, penalties
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: InputBatch,
+        draft_logits: torch.Tensor | None = None,
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        """Verify the step's drafts (vLLM's protocol).
+
+        Args:
+            logits: [L, vocabulary], grammars applied.
+            input_batch: of the step.
+            draft_logits: not looked at: which drafts were made does not change what the target samples.
+            invalid_drafts: bool [L] drafts that a grammar refused; they match nothing.
+
+        Returns:
+            D + 1 token columns a request, of which ``num_sampled`` count.
+        """
+        state, batch, sampler = self.state, input_batch, self.sampler
+        num_reqs = batch.num_reqs
+        num_nans = get_num_nans(logits) if sampler.compute_nans else None
+        token_ids = batch.input_ids[batch.logits_indices]
+        wants_logprobs = sampler.get_logprobs_dims(batch.idx_mapping_np, include_token_ids=False)
+        sampled, processed = self._sample(logits, batch, token_ids, wants_logprobs is not None)
+        if invalid_drafts is not None:
+            token_ids = token_ids.masked_fill(invalid_drafts, -1)
+        out_tokens, num_sampled = state.out_tokens[:num_reqs], state.num_sampled[:num_reqs]
+        walk_tree(
+            idx_mapping=batch.idx_mapping,
+            cu_num_logits=batch.cu_num_logits,
+            num_live=state.num_live,
+            parents=state.parents,
+            sampled=sampled,
+            node_tokens=token_ids,
+            out_tokens=out_tokens,
+            path=state.path,
+            num_sampled=num_sampled,
+            max_depth=state.max_depth,
+        )
+        logprobs = None
+        if wants_logprobs is not None:
+            logprobs = self._logprobs(processed if processed is not None else logits, batch, wants_logprobs[0])
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            num_sampled, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, sampler.req_states.prefill_len.gpu
+        )
+        return SamplerOutput(
+            # The buffer is written again in the next step, while this one may still be on its way to the host.
+            sampled_token_ids=out_tokens.clone(),
+            logprobs_tensors=logprobs,
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+    def _sample(
+        self, logits: torch.Tensor, batch: InputBatch, token_ids: torch.Tensor, return_logprobs: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """vLLM's sampler at every row, by as many whole requests at once as vLLM itself would hold in float32.
+
+        Returns:
+            int64 [L] samples; the processed logits where log-probabilities are asked for of those, else None.
+        """
+        positions = batch.positions[batch.logits_indices]
+        starts = batch.cu_num_logits_np
+        chunks = list(_iter_request_chunks(starts, get_max_chunk_logits(logits.shape[1])))
+        keep = return_logprobs and self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        live = self._live_per_row(batch, logits.shape[0])
+        parts, kept = [], []
+        for first, last in chunks:
+            lo, hi = int(starts[first]), int(starts[last])
+            if self.penalties is not None:
+                self.penalties.live_per_row = None if live is None else live[lo:hi]
+            sampled, processed = self.sampler.sample(
+                logits[lo:hi],
+                batch.expanded_idx_mapping[lo:hi],
+                batch.idx_mapping[first:last],
+                batch.idx_mapping_np[first:last],
+                positions[lo:hi],
+                token_ids[lo:hi],
+                batch.expanded_local_pos[lo:hi],
+                batch.seq_lens_cpu_upper_bound.numpy()[first:last],
+                return_logprobs=return_logprobs,
+            )
+            parts.append(sampled)
+            if keep:
+                kept.append(processed)
+        if self.penalties is not None:
+            self.penalties.live_per_row = None
+        return (parts[0] if len(parts) == 1 else torch.cat(parts)), (torch.cat(kept) if kept else None)
+
+    def _live_per_row(self, batch: InputBatch, num_rows: int) -> torch.Tensor | None:
+        """int32 [L] live nodes of each row's request; None where no request of the batch is penalized."""
+        if self.penalties is None or not np.any(self.penalties.chain.use_penalty[batch.idx_mapping_np]):
+            return None
+        repeats = batch.cu_num_logits[1:] - batch.cu_num_logits[:-1]
+        return torch.repeat_interleave(self.state.num_live[: batch.num_reqs], repeats, output_size=num_rows)
+
+    def _logprobs(self, scores: torch.Tensor, batch: InputBatch, num_logprobs: int) -> LogprobsTensors:
+        """Log-probabilities along each accepted path: the path's rows, then vLLM's own function."""
+        num_reqs, width = batch.num_reqs, self.state.max_depth + 1
+        rows = (batch.cu_num_logits[:-1, None] + self.state.path[:num_reqs]).flatten()
+        return compute_topk_scores(
+            scores[rows],
+            num_logprobs,
+            self.state.out_tokens[:num_reqs].flatten(),
+            list(range(0, num_reqs * width + 1, width)),
+            logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )

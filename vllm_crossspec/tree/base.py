@@ -1,0 +1,79 @@
+"""The registry of tree builders: a kind of tree is one entry here and one module beside it, imported when asked for."""
+
+import difflib
+from collections.abc import Mapping
+from importlib import import_module
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
+
+Supply = Literal["tokens", "levels", "marginals"]
+"""What a drafter can yield.
+
+tokens: its first choice at every position. levels: candidates of any beam of nodes, one level after another (an
+autoregressive drafter that can be asked about several branches). marginals: the likeliest tokens of every position
+with their log-probabilities, all at once (a parallel drafter).
+"""
+
+
+class TreeKind(NamedTuple):
+    """One kind of draft tree.
+
+    Attributes:
+        name: as users write it.
+        builder: ``module:name`` of the function or class that builds it.
+        needs: what a drafter must yield for it.
+        defaults: settings that it takes, with the values that stand where the user gives none.
+    """
+
+    name: str
+    builder: str
+    needs: Supply
+    defaults: Mapping[str, int]
+
+    def load_builder(self) -> Any:
+        """The builder; imports Triton."""
+        module, _, name = self.builder.partition(":")
+        return getattr(import_module(module), name)
+
+
+_KINDS = {
+    kind.name: kind
+    for kind in (
+        TreeKind(
+            name="chain",
+            builder="vllm_crossspec.tree.chain:chain",
+            needs="tokens",
+            defaults=MappingProxyType({}),
+        ),
+        TreeKind(
+            name="dynamic",
+            builder="vllm_crossspec.tree.dynamic:DynamicTree",
+            needs="levels",
+            defaults=MappingProxyType({"depth": 8, "top_k": 10, "num_nodes": 60}),
+        ),
+        TreeKind(
+            name="best_first",
+            builder="vllm_crossspec.tree.best_first:best_first",
+            needs="marginals",
+            defaults=MappingProxyType({"num_nodes": 60}),
+        ),
+    )
+}
+
+
+def tree_kinds() -> tuple[str, ...]:
+    """Names of all kinds of tree."""
+    return tuple(_KINDS)
+
+
+def tree_kind(name: str, key: str) -> TreeKind:
+    """The kind called ``name``.
+
+    Raises:
+        ValueError: there is none; the sentence names ``key`` and the nearest kind.
+    """
+    if name not in _KINDS:
+        close = difflib.get_close_matches(str(name), _KINDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(_KINDS)}"
+        raise ValueError(f"{key}: no tree is called {name!r}; {hint}")
+    return _KINDS[name]

@@ -1,0 +1,185 @@
+"""The tree builders in plain PyTorch: the truth that the kernels are tested against.
+
+Arguments, outputs and ties are those of the kernels. Sums are float32 and in the same order, so trees compare exactly.
+"""
+
+from itertools import product
+
+import torch
+
+from vllm_crossspec.tree.dynamic import Beam
+from vllm_crossspec.types import TokenTree
+
+_NEVER = float("-inf")
+
+
+def _as_log_prob(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > _NEVER, x.float().clamp(max=0.0), _NEVER)
+
+
+def _clear(out: TokenTree, num_reqs: int) -> None:
+    """All nodes of the first rows dead."""
+    for tensor, value in zip(out, (0, 0, _NEVER, 0), strict=True):
+        tensor[:num_reqs] = value
+
+
+def chain(*, tokens: torch.Tensor, log_probs: torch.Tensor | None = None, out: TokenTree) -> None:
+    """See :func:`vllm_crossspec.tree.chain.chain`."""
+    num_reqs, num_drafted = tokens.shape
+    _clear(out, num_reqs)
+    out.tokens[:num_reqs, :num_drafted] = tokens
+    out.parents[:num_reqs, :num_drafted] = torch.arange(num_drafted, dtype=torch.int32)
+    own = torch.zeros(num_reqs, num_drafted) if log_probs is None else log_probs.float().clamp(max=0.0)
+    out.log_probs[:num_reqs, :num_drafted] = own.cumsum(dim=1)
+    out.sizes[:num_reqs] = num_drafted
+
+
+def best_first(*, log_probs: torch.Tensor, tokens: torch.Tensor, num_nodes: int, out: TokenTree) -> None:
+    """See :func:`vllm_crossspec.tree.best_first.best_first`."""
+    num_reqs, num_positions, num_candidates = log_probs.shape
+    scores = _as_log_prob(log_probs)
+    _clear(out, num_reqs)
+    for row in range(num_reqs):
+        # (score, position, rank, parent's row, parent's score); a list whose order is the age of its entries.
+        frontier = [(scores[row, 0, 0], 0, 0, 0, torch.tensor(0.0))]
+        for node in range(num_nodes):
+            best = max(range(len(frontier)), key=lambda i: float(frontier[i][0]))
+            score, position, rank, parent, above = frontier[best]
+            if float(score) == _NEVER:
+                break
+            out.tokens[row, node] = tokens[row, position, rank]
+            out.parents[row, node], out.log_probs[row, node], out.sizes[row] = parent, score, node + 1
+            if rank + 1 < num_candidates:
+                frontier[best] = (above + scores[row, position, rank + 1], position, rank + 1, parent, above)
+            else:
+                frontier[best] = (torch.tensor(_NEVER), position, rank, parent, above)
+            if position + 1 < num_positions:
+                frontier.append((score + scores[row, position + 1, 0], position + 1, 0, node + 1, score))
+
+
+def exhaustive(log_probs: torch.Tensor, num_nodes: int) -> list[tuple[float, tuple[int, ...]]]:
+    """Every prefix of one request's candidates, the ``num_nodes`` likeliest by falling log-probability.
+
+    Args:
+        log_probs: float [K, M], in any order; all M + M^2 + ... + M^K prefixes are looked at.
+        num_nodes: how many to keep; fewer come back where fewer are possible.
+
+    Returns:
+        (log-probability, ranks of the prefix) of each; of equal ones the shorter, then the smaller ranks first.
+    """
+    num_positions, num_candidates = log_probs.shape
+    scores = _as_log_prob(log_probs)
+    prefixes = []
+    for depth in range(1, num_positions + 1):
+        for ranks in product(range(num_candidates), repeat=depth):
+            total = torch.tensor(0.0)
+            for position, rank in enumerate(ranks):
+                total = total + scores[position, rank]
+            prefixes.append((float(total), ranks))
+    possible = [prefix for prefix in prefixes if prefix[0] > _NEVER]
+    return sorted(possible, key=lambda prefix: (-prefix[0], len(prefix[1]), prefix[1]))[:num_nodes]
+
+
+class DynamicTree:
+    """See :class:`vllm_crossspec.tree.dynamic.DynamicTree`."""
+
+    def __init__(self, *, num_nodes: int, depth: int, top_k: int, max_num_reqs: int, device: torch.device):
+        self.num_nodes, self.depth, self.top_k, self.device = num_nodes, depth, top_k, device
+        self.mask_words = -(-depth * top_k // 32)
+
+    def start(self, log_probs: torch.Tensor, tokens: torch.Tensor) -> Beam:
+        """See :meth:`vllm_crossspec.tree.dynamic.DynamicTree.start`."""
+        num_reqs = log_probs.shape[0]
+        # Per request: log-probability, token and parent (a candidate, -1 for the root) of every candidate.
+        self.log_probs: list[list[torch.Tensor]] = [[] for _ in range(num_reqs)]
+        self.tokens: list[list[int]] = [[] for _ in range(num_reqs)]
+        self.parents: list[list[int]] = [[] for _ in range(num_reqs)]
+        self.beams: list[list[int]] = [[-1] for _ in range(num_reqs)]
+        self.ancestors: list[list[set[int]]] = [[set()] for _ in range(num_reqs)]
+        return self._take(1, log_probs[:, None], tokens[:, None])
+
+    def expand(self, level: int, log_probs: torch.Tensor, tokens: torch.Tensor) -> Beam:
+        """See :meth:`vllm_crossspec.tree.dynamic.DynamicTree.expand`."""
+        return self._take(level, log_probs, tokens)
+
+    def finish(self, out: TokenTree) -> None:
+        """See :meth:`vllm_crossspec.tree.dynamic.DynamicTree.finish`."""
+        _clear(out, len(self.tokens))
+        for row, log_probs in enumerate(self.log_probs):
+            live = [c for c in range(len(log_probs)) if float(log_probs[c]) > _NEVER]
+            order = sorted(live, key=lambda c: (-float(log_probs[c]), c))
+            place = {c: i + 1 for i, c in enumerate(order)} | {-1: 0}
+            for node, c in enumerate(order[: self.num_nodes]):
+                out.tokens[row, node] = self.tokens[row][c]
+                out.parents[row, node], out.log_probs[row, node] = place[self.parents[row][c]], log_probs[c]
+            out.sizes[row] = min(len(order), self.num_nodes)
+
+    def _take(self, level: int, log_probs: torch.Tensor, tokens: torch.Tensor) -> Beam:
+        num_reqs, k = log_probs.shape[0], self.top_k
+        beam = Beam(
+            torch.zeros(num_reqs, k, dtype=torch.int64),
+            torch.zeros(num_reqs, k, dtype=torch.int32),
+            torch.full((num_reqs, k), _NEVER),
+            torch.zeros(num_reqs, k, self.mask_words, dtype=torch.int32),
+        )
+        for row in range(num_reqs):
+            self._take_row(level, row, _as_log_prob(log_probs[row].cpu()), tokens[row].tolist(), beam)
+        return Beam(*(tensor.to(self.device) for tensor in beam))
+
+    def _take_row(self, level: int, row: int, scores: torch.Tensor, tokens: list[list[int]], beam: Beam) -> None:
+        k, first = self.top_k, len(self.tokens[row])
+        for place, parent in enumerate(self.beams[row]):
+            above = torch.tensor(0.0) if parent < 0 else self.log_probs[row][parent]
+            for i in range(k):
+                self.log_probs[row].append(above + scores[place, i])
+                self.tokens[row].append(tokens[place][i])
+                self.parents[row].append(parent)
+        fresh = range(first, len(self.tokens[row]))
+        chosen = sorted(fresh, key=lambda c: (-float(self.log_probs[row][c]), c))[:k]
+        before = self.ancestors[row]
+        self.beams[row], self.ancestors[row] = chosen, []
+        for j, c in enumerate(chosen):
+            is_live = float(self.log_probs[row][c]) > _NEVER
+            place = (c - first) // k if is_live else 0
+            seen = before[place] | {(level - 1) * k + j}
+            self.ancestors[row].append(seen)
+            beam.tokens[row, j] = self.tokens[row][c] if is_live else 0
+            beam.parents[row, j], beam.log_probs[row, j] = place, self.log_probs[row][c]
+            for word in range(self.mask_words):
+                bits = sum(1 << (i % 32) for i in seen if i // 32 == word)
+                beam.masks[row, j, word] = bits - (1 << 32) if bits >= 1 << 31 else bits
+
+
+def to_chain(
+    *,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    log_probs: torch.Tensor,
+    sizes: torch.Tensor,
+    chain_only: torch.Tensor,
+    max_depth: int,
+    idx_mapping: torch.Tensor | None = None,
+) -> None:
+    """See :func:`vllm_crossspec.tree.to_chain.to_chain`."""
+    slots = range(tokens.shape[0]) if idx_mapping is None else idx_mapping.tolist()
+    for row, slot in enumerate(slots):
+        if slot < 0 or not chain_only[slot]:
+            continue
+        paths = [_path(parents[row], node + 1) for node in range(int(sizes[row]))]
+        assert all(len(path) <= max_depth for path in paths)
+        expected = [float(log_probs[row, path[::-1]].exp().sum()) for path in paths]
+        path = paths[max(range(len(paths)), key=expected.__getitem__)] if paths else []
+        drafted, scores = tokens[row, path].clone(), log_probs[row, path].clone()
+        _clear(TokenTree(tokens[row:], parents[row:], log_probs[row:], sizes[row:]), 1)
+        tokens[row, : len(path)], log_probs[row, : len(path)] = drafted, scores
+        parents[row, : len(path)] = torch.arange(len(path), dtype=torch.int32)
+        sizes[row] = len(path)
+
+
+def _path(parents: torch.Tensor, row: int) -> list[int]:
+    """Node numbers from the root's child down to ``row``'s."""
+    path = []
+    while row > 0:
+        path.append(row - 1)
+        row = int(parents[row - 1])
+    return path[::-1]

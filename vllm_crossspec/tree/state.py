@@ -1,0 +1,75 @@
+"""What the engine remembers of drafts between the round that proposes them and the step that verifies them."""
+
+import numpy as np
+import torch
+
+from vllm_crossspec.tree.store import store_trees
+from vllm_crossspec.types import TokenTree
+
+TREE, CHAIN, NOTHING = 0, 1, 2
+"""What a request lets its drafter draft."""
+
+
+class TreeState:
+    """Persistent device buffers, allocated once and written in place, so that CUDA graphs may hold their addresses.
+
+    S request slots, N draft tokens of a request, D deepest level, W mask words of 32 rows each.
+
+    Args:
+        max_num_reqs: S.
+        max_num_tokens: most target tokens of a step.
+        num_nodes: N.
+        max_depth: D.
+        device: where they live.
+
+    Attributes:
+        parents: int32 [S, N] row of each node's parent; chains until trees are stored.
+        sizes: int32 [S] live nodes.
+        log_probs: float32 [S, N] the drafter's log-probability of each node's path; 0 for chains.
+        modes: int32 [S] on the host, one of TREE, CHAIN, NOTHING; ``modes_on_device`` is its copy.
+        row_mask: int32 [tokens, W] which tail rows each row of the step sees.
+        prefix_len, num_live: int32 [S] of the step's requests.
+        path: int32 [S, D + 1] accepted rows of the step's requests.
+        out_tokens: int64 [S, D + 1] sampled tokens along the path.
+        num_sampled: int32 [S] their number.
+    """
+
+    def __init__(self, max_num_reqs: int, max_num_tokens: int, num_nodes: int, max_depth: int, device: torch.device):
+        self.num_nodes, self.max_depth = num_nodes, max_depth
+        self.num_words = (num_nodes + 1 + 31) // 32
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(*shape, dtype=dtype, device=device)
+
+        self.parents = torch.arange(num_nodes, dtype=torch.int32, device=device).repeat(max_num_reqs, 1)
+        self.sizes = torch.full((max_num_reqs,), num_nodes, dtype=torch.int32, device=device)
+        self.log_probs = zeros(max_num_reqs, num_nodes, dtype=torch.float32)
+        self.modes = np.zeros(max_num_reqs, dtype=np.int32)
+        self.modes_on_device = zeros(max_num_reqs)
+        self.row_mask = zeros(max_num_tokens, self.num_words)
+        self.prefix_len, self.num_live = zeros(max_num_reqs), zeros(max_num_reqs)
+        self.path = zeros(max_num_reqs, max_depth + 1)
+        self.out_tokens = zeros(max_num_reqs, max_depth + 1, dtype=torch.int64)
+        self.num_sampled = zeros(max_num_reqs)
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all buffers."""
+        return sum(t.nbytes for t in vars(self).values() if isinstance(t, torch.Tensor))
+
+    def store(self, idx_mapping: torch.Tensor, tree: TokenTree) -> None:
+        """Keep the trees of a round for the step that verifies them; requests that opted out get no live nodes.
+
+        Args:
+            idx_mapping: int [R] slot of each row; negative entries are padding.
+            tree: of the round; its N may be smaller than this state's.
+        """
+        store_trees(
+            tree=tree,
+            idx_mapping=idx_mapping,
+            parents=self.parents,
+            sizes=self.sizes,
+            log_probs=self.log_probs,
+            modes=self.modes_on_device,
+            nothing=NOTHING,
+        )

@@ -1,0 +1,81 @@
+"""Keeping a round's trees by request slot, as one launch."""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+import torch
+import triton
+import triton.language as tl
+
+from vllm_crossspec.types import TokenTree
+
+
+@triton.jit
+def _store_trees_kernel(
+    tree_parents_ptr,  # int32 [R, n]
+    tree_parents_stride,
+    tree_log_probs_ptr,  # float32 [R, n]
+    tree_log_probs_stride,
+    tree_sizes_ptr,  # int32 [R]
+    idx_mapping_ptr,  # int [R]
+    parents_ptr,  # int32 [S, N]
+    parents_stride,
+    log_probs_ptr,  # float32 [S, N]
+    log_probs_stride,
+    sizes_ptr,  # int32 [S]
+    modes_ptr,  # int32 [S]
+    nothing,
+    num_nodes,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(idx_mapping_ptr + row).to(tl.int64)
+    if slot >= 0:
+        node = tl.arange(0, BLOCK)
+        inside = node < num_nodes
+        parents = tl.load(tree_parents_ptr + row * tree_parents_stride + node, mask=inside)
+        tl.store(parents_ptr + slot * parents_stride + node, parents, mask=inside)
+        log_probs = tl.load(tree_log_probs_ptr + row * tree_log_probs_stride + node, mask=inside)
+        tl.store(log_probs_ptr + slot * log_probs_stride + node, log_probs, mask=inside)
+        size = tl.load(tree_sizes_ptr + row)
+        tl.store(sizes_ptr + slot, tl.where(tl.load(modes_ptr + slot) == nothing, 0, size))
+
+
+def store_trees(
+    *,
+    tree: TokenTree,
+    idx_mapping: torch.Tensor,
+    parents: torch.Tensor,
+    sizes: torch.Tensor,
+    log_probs: torch.Tensor,
+    modes: torch.Tensor,
+    nothing: int,
+) -> None:
+    """Copy the trees of the batch's rows to their slots; one launch, no sync.
+
+    Args:
+        tree: [R, n] nodes, n at most N.
+        idx_mapping: int [R] slot of each row; negative entries are skipped.
+        parents: int32 [S, N], written.
+        sizes: int32 [S], written; 0 where ``modes`` says ``nothing``.
+        log_probs: float32 [S, N], written.
+        modes: int32 [S].
+        nothing: the mode of requests that want no drafts.
+    """
+    num_nodes = tree.parents.shape[1]
+    _store_trees_kernel[(idx_mapping.shape[0],)](
+        tree.parents,
+        tree.parents.stride(0),
+        tree.log_probs,
+        tree.log_probs.stride(0),
+        tree.sizes,
+        idx_mapping,
+        parents,
+        parents.stride(0),
+        log_probs,
+        log_probs.stride(0),
+        sizes,
+        modes,
+        nothing,
+        num_nodes,
+        BLOCK=triton.next_power_of_2(num_nodes),
+        num_warps=1,
+    )

@@ -1,0 +1,182 @@
+"""Verification in plain PyTorch: the truth that the kernels are tested against. Arguments are the kernels'."""
+
+import torch
+
+from vllm_crossspec.verify.tail_attention import DenseTail, PagedTail
+
+
+def prepare_rows(
+    *,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    seq_lens: torch.Tensor,
+    prefill_len: torch.Tensor,
+    parents: torch.Tensor,
+    sizes: torch.Tensor,
+    positions: torch.Tensor,
+    row_mask: torch.Tensor,
+    prefix_len: torch.Tensor,
+    num_live: torch.Tensor,
+    max_depth: int,
+) -> None:
+    """See :func:`vllm_crossspec.verify.rows.prepare_rows`."""
+    words = torch.arange(row_mask.shape[1] * 32, device=row_mask.device)
+    for request, slot in enumerate(idx_mapping.tolist()):
+        seq_len = int(seq_lens[request])
+        num_logits = int(cu_num_logits[request + 1] - cu_num_logits[request])
+        root = seq_len - num_logits
+        drafted = slot >= 0 and num_logits > 1
+        proposed = drafted and root >= int(prefill_len[slot])
+        live = min(num_logits - 1, int(sizes[slot])) if proposed else 0
+        num_live[request] = live
+        prefix_len[request] = root if drafted else seq_len
+        if not drafted:
+            continue
+        first = int(query_start_loc[request + 1]) - num_logits
+        for row in range(num_logits):
+            if proposed:
+                ancestors = ancestors_of(row, parents[slot].tolist()) if row <= live else [0]
+                depth = len(ancestors) if row <= live else 1
+            else:
+                ancestors, depth = list(range(row)), row
+            assert depth <= max(max_depth, 1) or not proposed
+            seen = torch.isin(words, torch.tensor([row, *ancestors], device=words.device))
+            row_mask[first + row] = pack_bits(seen)
+            positions[first + row] = root + depth
+
+
+def ancestors_of(row: int, parents: list[int]) -> list[int]:
+    """Rows above ``row``, the root last; none for the root itself."""
+    ancestors: list[int] = []
+    while row > 0:
+        row = parents[row - 1]
+        ancestors.append(row)
+    return ancestors
+
+
+def pack_bits(seen: torch.Tensor) -> torch.Tensor:
+    """Bools [..., 32 * W] as int32 words [..., W], the lowest bit first."""
+    weights = 2 ** torch.arange(32, device=seen.device)
+    words = (seen.unflatten(-1, (-1, 32)).long() * weights).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).to(torch.int32)
+
+
+def unpack_bits(words: torch.Tensor) -> torch.Tensor:
+    """Bools [..., 32 * W] of int32 words [..., W]."""
+    return ((words[..., None] >> torch.arange(32, device=words.device)) & 1).bool().flatten(-2)
+
+
+def walk_tree(
+    *,
+    idx_mapping: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    num_live: torch.Tensor,
+    parents: torch.Tensor,
+    sampled: torch.Tensor,
+    node_tokens: torch.Tensor,
+    out_tokens: torch.Tensor,
+    path: torch.Tensor,
+    num_sampled: torch.Tensor,
+    max_depth: int,
+) -> None:
+    """See :func:`vllm_crossspec.verify.walk.walk_tree`."""
+    num_reqs = idx_mapping.shape[0]
+    out_tokens[:num_reqs] = 0
+    path[:num_reqs] = 0
+    for request, slot in enumerate(idx_mapping.tolist()):
+        first = int(cu_num_logits[request])
+        live = min(int(num_live[request]), int(cu_num_logits[request + 1]) - first - 1)
+        current: int | None = 0 if slot >= 0 and live >= 0 else None
+        length = 0
+        while current is not None and length <= max_depth:
+            token = int(sampled[first + current])
+            out_tokens[request, length] = token
+            path[request, length] = current
+            length += 1
+            children = (
+                row
+                for row in range(1, live + 1)
+                if int(parents[slot, row - 1]) == current and 0 <= token == int(node_tokens[first + row])
+            )
+            current = next(children, None)
+        num_sampled[request] = length
+
+
+def tail_attention(
+    *,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tail: PagedTail | DenseTail,
+    query_start_loc: torch.Tensor,
+    row_mask: torch.Tensor,
+    scale: float,
+    num_reqs: int,
+    max_query_len: int,
+) -> None:
+    """See :func:`vllm_crossspec.verify.tail_attention.tail_attention`."""
+    for request in range(num_reqs):
+        first, last = query_start_loc[request : request + 2].tolist()
+        keys, values = _tail_of(tail, request, last - first)
+        if not keys.shape[0] or first == last:
+            continue
+        group = query.shape[1] // keys.shape[1]
+        keys, values = (x.float().repeat_interleave(group, 1) for x in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), keys) * scale
+        seen = unpack_bits(row_mask[first:last])[:, : keys.shape[0]]
+        scores = scores.masked_fill(~seen, float("-inf"))
+        prefix = lse[:, first:last].float()
+        prefix = torch.where(prefix.isinf(), float("-inf"), prefix)
+        both = torch.cat([prefix[..., None], scores], -1)
+        weights = torch.where(both.isinf().all(-1, keepdim=True), 0.0, torch.softmax(both, -1))
+        before = torch.where(prefix.isinf().T[..., None], 0.0, out[first:last].float())
+        merged = before * weights[..., 0].T[..., None] + torch.einsum("hqk,khd->qhd", weights[..., 1:], values)
+        out[first:last] = merged.to(out.dtype)
+
+
+def _tail_of(tail: PagedTail | DenseTail, request: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [rows, kv_heads, head_size] of one request's tail."""
+    if isinstance(tail, DenseTail):
+        scratch = tail.keys_values[request, : int(tail.length)]
+        return scratch[:, 0], scratch[:, 1]
+    start, end = int(tail.prefix_len[request]), int(tail.seq_lens[request])
+    positions = torch.arange(start, min(end, start + num_rows) if end > start else start, device=tail.cache.device)
+    block_size = tail.cache.shape[2]
+    blocks = tail.block_table[request, positions // block_size].long()
+    rows = tail.cache[blocks, :, positions % block_size]
+    return rows.chunk(2, -1)
+
+
+def tree_penalties(
+    *,
+    logits: torch.Tensor,
+    idx_mapping_per_row: torch.Tensor,
+    token_ids: torch.Tensor,
+    local_pos: torch.Tensor,
+    live_per_row: torch.Tensor,
+    parents: torch.Tensor,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+    prompt_bin_mask: torch.Tensor,
+    output_bin_counts: torch.Tensor,
+    max_depth: int,
+) -> None:
+    """See :func:`vllm_crossspec.verify.penalties.tree_penalties`."""
+    for index, slot in enumerate(idx_mapping_per_row.tolist()):
+        if slot < 0:
+            continue
+        row = int(local_pos[index])
+        path = [row, *ancestors_of(row, parents[slot].tolist())][:-1] if 0 < row <= int(live_per_row[index]) else []
+        assert len(path) <= max_depth
+        counts = output_bin_counts[slot].clone()
+        for node in path:
+            counts[int(token_ids[index - row + node])] += 1
+        seen = unpack_bits(prompt_bin_mask[slot])[: logits.shape[1]] | (counts > 0)
+        scale = torch.where(seen, repetition[slot], 1.0)
+        penalised = logits[index].float()
+        penalised = penalised * torch.where(penalised > 0, 1.0 / scale, scale)
+        penalised -= frequency[slot] * counts
+        penalised -= presence[slot] * (counts > 0)
+        logits[index] = penalised.to(logits.dtype)

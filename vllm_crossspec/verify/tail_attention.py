@@ -1,0 +1,260 @@
+"""Attention of draft rows among themselves: the online softmax of a dense prefix pass, carried on over the tail.
+
+A fast backend attends to each request's prefix without a mask and leaves its output and log-sum-exp. What follows
+the prefix is short, and every query row sees its own subset of it. Keys of the tail come from the paged KV cache (a
+target that verifies a tree) or from a dense scratch (an autoregressive drafter that grows one).
+
+The query heads that share a KV head are laid beside the query rows in one tile, so that each key is read once for all
+of them and even a few rows fill the tensor cores: tile row m is query row m // GROUP and head m % GROUP of the group.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)  # powers of two are what the hardware computes
+
+
+class PagedTail(NamedTuple):
+    """A tail in the paged KV cache: what follows the prefix of each request. Shapes: R requests.
+
+    Attributes:
+        cache: [blocks, kv_heads, block_size, 2 * head_size], K beside V, with any strides.
+        block_table: int32 [at least R, max_blocks].
+        prefix_len: int32 [at least R] tokens before the tail.
+        seq_lens: int32 [at least R] tokens with the tail; the tail is never longer than the request's query rows.
+    """
+
+    cache: torch.Tensor
+    block_table: torch.Tensor
+    prefix_len: torch.Tensor
+    seq_lens: torch.Tensor
+
+
+class DenseTail(NamedTuple):
+    """A tail in a scratch of its own.
+
+    Attributes:
+        keys_values: [at least R, rows, 2, kv_heads, head_size].
+        length: int32 [1] on the device, rows of the scratch that count, the same for all requests.
+    """
+
+    keys_values: torch.Tensor
+    length: torch.Tensor
+
+
+# The log-sum-exp is as wide as the batch: a variant for each divisibility would be compiled in the middle of serving.
+@triton.jit(do_not_specialize=["lse_head_stride"])
+def _tail_attention_kernel(
+    query_ptr,  # [rows, Hq, D]
+    query_row_stride,
+    query_head_stride,
+    out_ptr,  # [rows, Hq, D], holds the prefix pass's output
+    out_row_stride,
+    out_head_stride,
+    lse_ptr,  # float32 [Hq, rows], natural log
+    lse_head_stride,
+    lse_row_stride,
+    query_start_loc_ptr,  # int32 [R + 1]
+    row_mask_ptr,  # int32 [rows, W]
+    row_mask_stride,
+    num_words,
+    cache_ptr,  # paged: [blocks, kv_heads, block_size, 2 * D]; dense: [R, rows, 2, kv_heads, D]
+    cache_block_stride,  # dense: of a request
+    cache_head_stride,
+    cache_token_stride,
+    cache_value_offset,  # from a key to its value
+    num_blocks,  # dense: rows of the scratch
+    block_table_ptr,  # int32 [R, max_blocks]; unused if dense
+    block_table_stride,
+    max_blocks,
+    start_ptr,  # int32 [R] prefix lengths; unused if dense
+    end_ptr,  # int32 [R] sequence lengths; dense: int32 [1]
+    scale_log2,
+    PAGED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEAD_P2: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    request = tl.program_id(0)
+    kv_head = tl.program_id(1)
+    first = tl.load(query_start_loc_ptr + request)
+    num_rows = tl.load(query_start_loc_ptr + request + 1) - first
+    tile = tl.program_id(2) * BLOCK_M
+    # Replays of a captured graph see stale lengths, so that none of them is trusted with an address.
+    if PAGED:
+        start = tl.maximum(tl.load(start_ptr + request), 0)
+        length = tl.minimum(tl.minimum(tl.load(end_ptr + request) - start, num_rows), 32 * num_words)
+        # A row sees none after itself: keys past the tile's last row need not be read.
+        keys = tl.minimum(length, (tile + BLOCK_M - 1) // GROUP + 1)
+        base = cache_ptr + kv_head.to(tl.int64) * cache_head_stride
+    else:
+        start = 0
+        length = tl.minimum(tl.minimum(tl.load(end_ptr), num_blocks), 32 * num_words)
+        keys = length
+        base = cache_ptr + request.to(tl.int64) * cache_block_stride + kv_head.to(tl.int64) * cache_head_stride
+    if (length > 0) & (tile < num_rows * GROUP):
+        m = tile + tl.arange(0, BLOCK_M)
+        present = m < num_rows * GROUP
+        row = (first + m // GROUP).to(tl.int64)
+        head = kv_head * GROUP + m % GROUP
+        column = tl.arange(0, HEAD_P2)
+        element = present[:, None] & (column < HEAD)[None, :]
+        query = tl.load(
+            query_ptr + (row * query_row_stride + head * query_head_stride)[:, None] + column[None, :],
+            mask=element,
+            other=0.0,
+        )
+        lse = tl.load(lse_ptr + head * lse_head_stride + row * lse_row_stride, mask=present, other=float("-inf"))
+        # Backends disagree on the sign of an empty prefix's infinity.
+        maximum = tl.where(lse == float("inf"), float("-inf"), lse) * LOG2_E
+        has_prefix = maximum > float("-inf")
+        total = tl.where(has_prefix, 1.0, 0.0)
+        target = out_ptr + (row * out_row_stride + head * out_head_stride)[:, None] + column[None, :]
+        # An empty prefix's output may be anything, NaN included.
+        accumulator = tl.load(target, mask=element, other=0.0).to(tl.float32)
+        accumulator = tl.where(has_prefix[:, None], accumulator, 0.0)
+        mask_row = row_mask_ptr + row * row_mask_stride
+
+        for key_start in tl.range(0, keys, BLOCK_N):
+            key = key_start + tl.arange(0, BLOCK_N)
+            in_tail = key < length
+            if PAGED:
+                position = start + key
+                entry = tl.minimum(position // BLOCK_SIZE, max_blocks - 1)
+                block = tl.load(
+                    block_table_ptr + request.to(tl.int64) * block_table_stride + entry, mask=in_tail, other=0
+                )
+                block = tl.minimum(tl.maximum(block, 0), num_blocks - 1).to(tl.int64)
+                offset = block * cache_block_stride + (position % BLOCK_SIZE).to(tl.int64) * cache_token_stride
+            else:
+                offset = key.to(tl.int64) * cache_token_stride
+            wanted = in_tail[:, None] & (column < HEAD)[None, :]
+            address = base + offset[:, None] + column[None, :]
+            k = tl.load(address, mask=wanted, other=0.0)
+            v = tl.load(address + cache_value_offset, mask=wanted, other=0.0)
+
+            word = key_start // 32
+            bits = tl.load(mask_row + word, mask=present, other=0)[:, None]
+            if BLOCK_N == 64:
+                upper = tl.load(mask_row + tl.minimum(word + 1, num_words - 1), mask=present, other=0)
+                bits = tl.where((key < key_start + 32)[None, :], bits, upper[:, None])
+            seen = (bits >> (key % 32)[None, :]) & 1
+            scores = tl.dot(query.to(OPERAND), tl.trans(k.to(query.dtype).to(OPERAND)), input_precision=PRECISION)
+            scores *= scale_log2
+            scores = tl.where((seen != 0) & in_tail[None, :], scores, float("-inf"))
+
+            new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+            # A row that has seen nothing yet keeps -inf, and -inf - -inf is no number.
+            shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+            weights = tl.exp2(scores - shift[:, None])
+            decay = tl.exp2(maximum - shift)
+            total = total * decay + tl.sum(weights, axis=1)
+            accumulator = accumulator * decay[:, None]
+            weights = weights.to(query.dtype).to(OPERAND)
+            accumulator += tl.dot(weights, v.to(query.dtype).to(OPERAND), input_precision=PRECISION)
+            maximum = new_maximum
+
+        total = tl.where(total > 0, total, 1.0)
+        merged = accumulator / total[:, None]
+        tl.store(target, merged.to(out_ptr.dtype.element_ty), mask=element)
+
+
+def tail_attention(
+    *,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    tail: PagedTail | DenseTail,
+    query_start_loc: torch.Tensor,
+    row_mask: torch.Tensor,
+    scale: float,
+    num_reqs: int,
+    max_query_len: int,
+) -> None:
+    """Merge masked attention over each request's tail into the prefix pass's output, in place; one launch.
+
+    Requests whose tail is empty are left untouched. Nothing is allocated and the lengths stay on the device, so that
+    a CUDA graph can hold the launch; stale lengths and block tables of its dummy replays read nothing out of bounds.
+
+    Args:
+        query: [rows, Hq, head_size], head_size contiguous.
+        out: [rows, Hq, head_size] output of the prefix pass, merged in place; anything where the prefix is empty.
+        lse: float32 [Hq, at least rows] natural log-sum-exp of the prefix pass; either infinity for an empty prefix.
+        tail: where the tail's keys and values are. In a :class:`PagedTail` the tail's rows are the request's query
+            rows, none of which sees a later one.
+        query_start_loc: int32 [at least num_reqs + 1] first query row of each request.
+        row_mask: int32 [at least rows, W], for tails of at most 32 * W rows: bit j % 32 of word j // 32 says that the
+            query row sees row j of the tail.
+        scale: factor of the scores.
+        num_reqs: requests to look at.
+        max_query_len: most query rows of a request.
+    """
+    paged = isinstance(tail, PagedTail)
+    if isinstance(tail, PagedTail):
+        cache, block_table, start, end = tail
+        num_blocks, kv_heads, block_size, _ = cache.shape
+        strides = (cache.stride(0), cache.stride(1), cache.stride(2), query.shape[2])
+        tail_rows = min(max_query_len, 32 * row_mask.shape[1])
+    else:
+        cache, end = tail
+        block_table, start, block_size = query_start_loc, query_start_loc, 1
+        num_blocks, kv_heads = cache.shape[1], cache.shape[3]
+        strides = (cache.stride(0), cache.stride(3), cache.stride(1), cache.stride(2))
+        tail_rows = num_blocks
+    head_size, group = query.shape[2], query.shape[1] // kv_heads
+    assert query.stride(2) == out.stride(2) == cache.stride(-1) == 1
+    assert row_mask.stride(1) == 1
+    tile_rows = max_query_len * group
+    # Float32 has no tensor cores at full precision, and its tiles would not fit into registers.
+    exact = query.dtype == torch.float32
+    block_m = min(16 if exact else 64, max(16, triton.next_power_of_2(tile_rows)))
+    _tail_attention_kernel[(num_reqs, kv_heads, triton.cdiv(tile_rows, block_m))](
+        query,
+        query.stride(0),
+        query.stride(1),
+        out,
+        out.stride(0),
+        out.stride(1),
+        lse,
+        lse.stride(0),
+        lse.stride(1),
+        query_start_loc,
+        row_mask,
+        row_mask.stride(0),
+        row_mask.shape[1],
+        cache,
+        *strides,
+        num_blocks,
+        block_table,
+        block_table.stride(0),
+        block_table.shape[-1],
+        start,
+        end,
+        scale * LOG2_E.value,
+        PAGED=paged,
+        BLOCK_SIZE=block_size,
+        GROUP=group,
+        HEAD=head_size,
+        HEAD_P2=max(16, triton.next_power_of_2(head_size)),
+        BLOCK_M=block_m,
+        BLOCK_N=32 if exact or tail_rows <= 32 else 64,
+        PRECISION="ieee" if exact else "tf32",
+        OPERAND=_operand_type(query.dtype),
+        num_warps=4,
+        num_stages=2,
+    )
+
+
+def _operand_type(dtype: torch.dtype) -> tl.dtype:
+    """What the tensor cores multiply: the inputs' own type. The interpreter would multiply bfloat16's bits."""
+    if triton.knobs.runtime.interpret:
+        return tl.float32
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]

@@ -1,0 +1,110 @@
+"""The walk: which path of its tree each request's own samples follow."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _walk_tree_kernel(
+    idx_mapping_ptr,  # int [R]
+    cu_num_logits_ptr,  # int32 [R + 1]
+    num_live_ptr,  # int32 [R]
+    parents_ptr,  # int32 [S, N]
+    parents_stride,
+    sampled_ptr,  # int64 [L]
+    node_tokens_ptr,  # int [L]
+    out_tokens_ptr,  # int64 [R, width]
+    out_tokens_stride,
+    out_tokens_width,
+    path_ptr,  # int32 [R, width]
+    path_stride,
+    path_width,
+    num_sampled_ptr,  # int32 [R]
+    max_depth,
+    NODES: tl.constexpr,
+    STEPS: tl.constexpr,
+):
+    request = tl.program_id(0)
+    slot = tl.load(idx_mapping_ptr + request).to(tl.int64)
+    first = tl.load(cu_num_logits_ptr + request).to(tl.int64)
+    num_logits = tl.load(cu_num_logits_ptr + request + 1) - first.to(tl.int32)
+    known = (slot >= 0) & (num_logits > 0)
+    live = tl.where(known, tl.minimum(tl.load(num_live_ptr + request), num_logits - 1), 0)
+
+    row = tl.arange(0, NODES)
+    # Rows that are no live node get a parent that no row has.
+    is_node = (row > 0) & (row <= live)
+    parent = tl.load(parents_ptr + tl.maximum(slot, 0) * parents_stride + row - 1, mask=is_node, other=-2)
+    token = tl.load(node_tokens_ptr + first + row, mask=is_node, other=-1).to(tl.int64)
+    parent = tl.where(token < 0, -2, parent)
+
+    step = tl.arange(0, STEPS)
+    path = tl.zeros((STEPS,), tl.int32)
+    out = tl.zeros((STEPS,), tl.int64)
+    current = tl.where(known, 0, -1)
+    length = tl.full((), 0, tl.int32)
+    while (current >= 0) & (length <= max_depth):
+        sampled = tl.load(sampled_ptr + first + current).to(tl.int64)
+        path = tl.where(step == length, current, path)
+        out = tl.where(step == length, sampled, out)
+        length += 1
+        child = tl.min(tl.where((parent == current) & (token == sampled), row, NODES), axis=0)
+        current = tl.where(child < NODES, child, -1)
+
+    tl.store(path_ptr + request.to(tl.int64) * path_stride + step, path, mask=step < path_width)
+    tl.store(out_tokens_ptr + request.to(tl.int64) * out_tokens_stride + step, out, mask=step < out_tokens_width)
+    tl.store(num_sampled_ptr + request, length)
+
+
+def walk_tree(
+    *,
+    idx_mapping: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    num_live: torch.Tensor,
+    parents: torch.Tensor,
+    sampled: torch.Tensor,
+    node_tokens: torch.Tensor,
+    out_tokens: torch.Tensor,
+    path: torch.Tensor,
+    num_sampled: torch.Tensor,
+    max_depth: int,
+) -> None:
+    """Follow each request's samples through its tree from the root for as long as they are drafted; one launch.
+
+    The token sampled at a row goes out; if a live child of the row holds that token the walk goes on there (at the
+    smallest such row), else it ends. So the last token is the one that no draft foresaw.
+
+    Args:
+        idx_mapping: int [R] slot of each request; negative entries are padding: length 0.
+        cu_num_logits: int32 [R + 1] first logits row of each request.
+        num_live: int32 [at least R] nodes that may be accepted.
+        parents: int32 [S, N] row of each node's parent.
+        sampled: int64 [L] token that the target sampled at each logits row.
+        node_tokens: int [L] token of each logits row; a negative one matches nothing.
+        out_tokens: int64 [R, at least max_depth + 1], written: the sampled tokens, then zeros.
+        path: int32 [at least R, at least max_depth + 1], written: the rows walked, then zeros.
+        num_sampled: int32 [R], written: length of both.
+        max_depth: depth of the deepest possible node.
+    """
+    width = max(out_tokens.shape[1], path.shape[1])
+    _walk_tree_kernel[(idx_mapping.shape[0],)](
+        idx_mapping,
+        cu_num_logits,
+        num_live,
+        parents,
+        parents.stride(0),
+        sampled,
+        node_tokens,
+        out_tokens,
+        out_tokens.stride(0),
+        out_tokens.shape[1],
+        path,
+        path.stride(0),
+        path.shape[1],
+        num_sampled,
+        max_depth,
+        NODES=triton.next_power_of_2(parents.shape[1] + 1),
+        STEPS=triton.next_power_of_2(width),
+        num_warps=1,
+    )
