@@ -110,12 +110,13 @@ def speculative_config(method: str, models: dict[str, str], options: argparse.Na
         drafters = {kind: {"model": models[kind], **extra} for kind in ("eagle3", "dflash")}
         router = {"policy": "fixed", "drafter": name}
         return {"method": meta, **length, "drafters": drafters, "router": router, **ours}
+    # Whole trees at every batch size: what they cost is what is asked here.
+    whole = {"num_nodes": options.nodes, "by_batch_size": {"1": options.nodes}}
     if method == "eagle3-tree":
-        tree = {"type": "dynamic", "depth": TREE_DEPTH, "top_k": TREE_TOP_K, "num_nodes": options.nodes}
+        tree = {"type": "dynamic", "depth": TREE_DEPTH, "top_k": TREE_TOP_K, **whole}
         return {"method": meta, "model": models[meta], "tree": tree}
     if method == "dflash-tree":
-        tree = {"type": "best_first", "num_nodes": options.nodes}
-        return {"method": meta, "model": models[meta], **length, "tree": tree}
+        return {"method": meta, "model": models[meta], **length, "tree": {"type": "best_first", **whole}}
     config = {"method": name, "model": models[name], **length, **extra}
     return config if meta == "native" else config | {"tree": {"type": "chain"}, **ours}
 

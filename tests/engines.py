@@ -25,6 +25,12 @@ def ours(method: str, folder: Path) -> dict[str, Any]:
     return native(method, folder) | {"tree": CHAIN}
 
 
+def tree(method: str, folder: Path, num_nodes: int = 60, **sizes: Any) -> dict[str, Any]:
+    """Our proposer with draft trees of its own kind."""
+    steps = {"num_speculative_tokens": K} if method == "dflash" else {}
+    return {"method": method, "model": str(folder), "tree": {"num_nodes": num_nodes, **sizes}, **steps}
+
+
 def both(active: str) -> dict[str, Any]:
     """Both pocket drafters loaded together, one drafting, the other caught up."""
     return {

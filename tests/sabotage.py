@@ -71,6 +71,60 @@ def accept_everything(worker: Any) -> None:
     _replace(worker, worker.model_runner, "rejection_sampler", wrapper)
 
 
+def see_siblings(worker: Any) -> None:
+    """Every row of a tree sees all rows before it, its siblings too."""
+
+    def wrapper(original):
+        def prepare_attn(batch):
+            prepared = original(batch)
+            mask = worker.model_runner.tree_state.row_mask
+            for index in range(batch.num_reqs):
+                start, end = (int(x) for x in batch.query_start_loc_np[index : index + 2])
+                for row in range(start, end):
+                    for word in range(mask.shape[1]):
+                        bits = min(max(row - start + 1 - 32 * word, 0), 32)
+                        mask[row, word] = -1 if bits == 32 else (1 << bits) - 1
+            return prepared
+
+        return prepare_attn
+
+    _replace(worker, worker.model_runner, "prepare_attn", wrapper)
+
+
+def leave_kv_in_place(worker: Any) -> None:
+    """The accepted path's K and V stay where the tree had them."""
+    import vllm_crossspec.engine.runner as module
+
+    _replace(worker, module, "compact_kv", lambda original: lambda *arguments, **options: None)
+
+
+def leave_states_in_place(worker: Any) -> None:
+    """The accepted path's states stay where the tree had them: the drafter reads those of other nodes."""
+    import vllm_crossspec.engine.runner as module
+
+    _replace(worker, module, "compact_rows", lambda original: lambda *arguments, **options: None)
+
+
+def penalize_rows_before(worker: Any) -> None:
+    """Penalties count all rows before a node, not its ancestors."""
+    sampler = worker.model_runner.sampler
+    chains = [getattr(processor, "chain", processor) for processor in sampler.logits_processors]
+    _replace(worker, sampler, "logits_processors", lambda original: chains)
+
+
+def foresee_other_noise(worker: Any) -> None:
+    """The drafter ranks with the noise of another position than the one that the target samples with."""
+    import vllm_crossspec.engine.proposers.base as module
+
+    def wrapper(original):
+        def add_target_noise(logits, *, positions, **options):
+            return original(logits, positions=positions + 1, **options)
+
+        return add_target_noise
+
+    _replace(worker, module, "add_target_noise", wrapper)
+
+
 def swap_taps(worker: Any) -> None:
     """The drafter is handed the target's layers in the wrong order."""
     host = worker.model_runner.speculator

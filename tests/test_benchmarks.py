@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -17,6 +18,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 SCRIPT = FOLDER / "round_time.py"
 sys.path.insert(0, str(FOLDER))
 round_time, shapes = import_module("round_time"), import_module("shapes")
+tree_kernels, tree_cases = import_module("tree_kernels"), import_module("tree_cases")
 
 MODELS = {name: f"/models/{name}" for name in ("target", "eagle3", "dflash")}
 SPREAD = {"median", "p90"}
@@ -57,9 +59,10 @@ def test_taps_of_8b_are_those_of_the_public_checkpoint():
     assert shapes.dflash_taps(shapes.SHAPES["8b"].num_layers) == [1, 9, 17, 25, 33]
 
 
-@pytest.mark.parametrize("method", round_time.METHODS)
+@pytest.mark.parametrize("method", [m for m in round_time.METHODS if m not in round_time.TREES])
 def test_speculative_configs_are_ours_or_native(method):
     chosen = options("--tokens", "5", "--acceptance", "3")
+    assert method in chosen.methods
     config = round_time.speculative_config(method, MODELS, chosen)
     if method == "none":
         assert config is None
@@ -77,9 +80,57 @@ def test_speculative_configs_are_ours_or_native(method):
         "synthetic_acceptance_length",
     }
     settings = parse(config, native_keys)
+    assert settings.verification == "rejection"  # whose sampler the synthetic one is
     assert settings.active == method.removeprefix("whiflash-")
     assert len(settings.drafters) == (2 if method.startswith("whiflash-") else 1)
     assert all(d.native["rejection_sample_method"] == "synthetic" for d in settings.drafters.values())
+
+
+@pytest.mark.parametrize(("method", "depth"), [("eagle3-tree", None), ("dflash-tree", 5)])
+def test_tree_methods(method, depth, capsys):
+    chosen = options("--tokens", "5", "--nodes", "40", "--batch-sizes", "1,4")
+    settings = parse(round_time.speculative_config(method, MODELS, chosen), {"model", "method"})
+    (drafter,) = settings.drafters.values()
+    assert (drafter.tree.num_nodes, drafter.num_speculative_tokens) == (40, depth)
+    engine = round_time.engine_settings(method, MODELS, chosen)
+    assert {1, 6, 10, 41, 4, 24, 164} <= set(engine["compilation_config"]["cudagraph_capture_sizes"])
+    with pytest.raises(SystemExit):
+        options("--methods", method, "--acceptance", "3")
+    assert "verifies chains only" in capsys.readouterr().err
+
+
+def test_kernel_benchmark_refuses_a_machine_without_a_gpu():
+    command = [sys.executable, str(FOLDER / "tree_kernels.py")]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (2, "", tree_kernels.NO_GPU)
+
+
+@pytest.mark.parametrize("group", tree_kernels.CASES)
+def test_kernels_that_are_timed_agree_with_their_twins(group):
+    chosen = tree_kernels.arguments(["--nodes", "20", "--path", "4"])
+    shape = shapes.SHAPES["pocket"]._replace(num_layers=2, vocab_size=300, draft_vocab_size=200)
+    for case in tree_kernels.CASES[group](2, shape, chosen):
+        case.run()
+        assert case.check(), case.name
+
+
+def test_truth_of_the_attention_is_what_prefix_and_tail_give():
+    attention = import_module("tree_attention")
+    step = tree_cases.make_step(2, 40, tree_kernels.arguments(["--nodes", "20", "--path", "4"]))
+    batch = attention.make_batch(step, 40, shapes.SHAPES["pocket"])
+    num_heads, num_kv_heads, head_size = batch.heads
+    dense = batch.cache[batch.block_table.long()].transpose(1, 2).flatten(2, 3)[:, :, :40].float()
+    keys, values = dense.repeat_interleave(num_heads // num_kv_heads, dim=1).split(head_size, dim=-1)
+    query = batch.query.view(2, 21, num_heads, head_size).transpose(1, 2).float()
+    scores = query @ keys.transpose(2, 3) * batch.scale
+    out = (scores.softmax(-1) @ values).transpose(1, 2).reshape(batch.query.shape).to(batch.query.dtype)
+    lse = scores.logsumexp(-1).transpose(0, 1).reshape(num_heads, -1).contiguous()
+    attention.merge_tail(batch, out, lse)
+    expected = attention.oracle(batch)
+    assert attention.agrees(out, expected)
+    batch.row_mask[30] ^= 2  # one row sees one row more, or fewer
+    assert not attention.agrees(out, attention.oracle(batch))
 
 
 def a_round(batch_size: int, tokens: int, scale: float) -> dict:

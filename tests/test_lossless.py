@@ -13,6 +13,7 @@ SPECS = {
     "dflash": engines.ours("dflash", engines.DFLASH),
     "native eagle3": engines.native("eagle3", engines.EAGLE3),
     "native dflash": engines.native("dflash", engines.DFLASH),
+    "eagle3, rejection": engines.ours("eagle3", engines.EAGLE3) | {"verification": "rejection"},
     "both, eagle3 drafts": engines.both("eagle3"),
     "both, dflash drafts": engines.both("dflash"),
 }
@@ -60,6 +61,19 @@ def test_a_second_drafter_changes_nothing(name):
 def test_seeded_runs_repeat(name):
     tokens = results(name).tokens
     assert tokens["seeded again"] == tokens["seeded"]
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash", "both, eagle3 drafts", "both, dflash drafts"])
+def test_seeded_text_is_plains(name):
+    """Sample-and-match keeps the very tokens of a seed; the rejection sampler keeps their distribution only."""
+    assert results(name).tokens["seeded"] == results("plain").tokens["seeded"]
+
+
+def test_the_rejection_sampler_is_still_there():
+    """Both verify greedy drafts alike; seeded, another uniform decides."""
+    mine, other = results("eagle3"), results("eagle3, rejection")
+    assert mine.counts.per_position == other.counts.per_position
+    assert mine.tokens["seeded"] != other.tokens["seeded"]
 
 
 def test_scheduling_is_what_the_tests_say():

@@ -64,6 +64,8 @@ def traces(name, method, is_ours=True):
     one = case(name)
     spec = (engines.ours if is_ours else engines.native)(method, getattr(one.models, method))
     spec["num_speculative_tokens"] = one.num_draft_tokens
+    if is_ours:
+        spec["draft_sample_method"] = "greedy"  # what the references draft, for sampled requests too
     with engines.engine(spec, model=one.models.target, skip_tokenizer_init=True) as llm:
         llm.collective_rpc(recorder.start)
         return {how: recorder.trace(llm, one.prompts, 24, **options) for how, options in SAMPLINGS.items()}

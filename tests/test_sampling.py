@@ -75,7 +75,10 @@ DRAFTERS = {
     "eagle3": checkpoints.random_eagle3,
     "eagle3, qwen3 flavour": functools.partial(checkpoints.random_eagle3, flavour="qwen3"),
     "dflash": checkpoints.random_dflash,
+    "eagle3, tree": checkpoints.random_eagle3,
+    "dflash, tree": checkpoints.random_dflash,
 }
+TREES = {"eagle3, tree": {"depth": 3, "top_k": 3, "num_nodes": 10}, "dflash, tree": {"num_nodes": 10}}
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
@@ -83,10 +86,12 @@ def test_distribution_is_the_targets(tmp_path, target, expected, drafter):
     folder, _ = target
     made = DRAFTERS[drafter](tmp_path / "drafter", folder)
     spec = engines.ours(drafter.split(",")[0], made) | {"num_speculative_tokens": 3}
+    if drafter in TREES:
+        spec["tree"] = TREES[drafter]
     settings = {
         "max_model_len": 64,
         "max_num_seqs": 64,
-        "max_num_batched_tokens": 512,
+        "max_num_batched_tokens": 1024,
         "skip_tokenizer_init": True,
     }
     with engines.engine(spec, model=folder, **settings) as llm:

@@ -6,9 +6,10 @@ our keys (``tree``, ``verification``). Everything else is vLLM's own and stays u
 
 import difflib
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic_core import PydanticCustomError
 
 from vllm_crossspec.drafters.base import drafter_kind, drafter_kinds
 
@@ -27,6 +28,16 @@ class _Model(BaseModel):
 M = TypeVar("M", bound=_Model)
 
 
+def _known_schedule(value: Any) -> Any:
+    """Two sentences of pydantic's, one for each kind of schedule, become one of ours."""
+    if value is None or value == "auto" or isinstance(value, Mapping):
+        return value
+    raise PydanticCustomError("schedule", "should be 'auto' or draft tokens by running requests as in {{\"1\": 60}}")
+
+
+Schedule = Annotated[Literal["auto"] | dict[int, int], BeforeValidator(_known_schedule)]
+
+
 class TreeConfig(_Model):
     """How a drafter's candidates become a draft.
 
@@ -39,14 +50,16 @@ class TreeConfig(_Model):
         top_k: children of a node and width of a level; for ``best_first``, candidates at a position.
         num_nodes: draft tokens that the target verifies at once.
         by_batch_size: most draft tokens of a request by the number of running requests, as ``{"1": 60, "8": 30,
-            "32": 3, "64": 0}``: from 8 requests on 30, from 64 on none.
+            "32": 3, "64": 0}``: from 8 requests on 30, from 64 on none. "auto" chooses from what steps cost, measured
+            at start-up; a tree for which nothing is given means it, and where it cannot be measured (on a CPU, with
+            data parallelism) has no schedule. ``{"1": 60}`` keeps the whole tree at every load.
     """
 
     type: Literal["chain", "dynamic", "best_first"] = "chain"
     depth: int | None = Field(None, ge=1, le=64)
     top_k: int | None = Field(None, ge=1, le=255)
     num_nodes: int | None = Field(None, ge=1, le=255)
-    by_batch_size: dict[int, int] | None = None
+    by_batch_size: Schedule | None = None
 
     @property
     def is_chain(self) -> bool:
@@ -114,6 +127,11 @@ class CrossSpecConfig(_Model):
         return any(not d.tree.is_chain for d in self.drafters.values())
 
     @property
+    def measures_load(self) -> bool:
+        """Whether draft tokens by running requests are chosen from what steps cost at start-up."""
+        return any(d.tree.by_batch_size == "auto" for d in self.drafters.values())
+
+    @property
     def max_depth(self) -> int:
         """Most tokens that one round can accept, the bonus token not included."""
         return max(d.num_speculative_tokens or 0 for d in self.drafters.values())
@@ -175,6 +193,8 @@ def _check(config: CrossSpecConfig) -> CrossSpecConfig:
             raise ValueError(f"{key}.top_k is {tree.top_k}; a dynamic tree takes at most 32")
         if tree.type == "best_first" and tree.depth is not None:
             raise ValueError(f"{key}.depth: a best_first tree is as deep as num_speculative_tokens; use that key")
+        if tree.by_batch_size == "auto" and config.verification != "match":
+            raise ValueError(f"{key}.by_batch_size 'auto' needs verification 'match'; give the draft tokens yourself")
         _check_schedule(tree, key)
     method, wanted = config.draft_sample_method, {"coupled": "match", "probabilistic": "rejection"}
     if method in wanted and config.verification != wanted[method]:
@@ -187,7 +207,7 @@ def _check(config: CrossSpecConfig) -> CrossSpecConfig:
 
 def _check_schedule(tree: TreeConfig, key: str) -> None:
     schedule = tree.by_batch_size
-    if schedule is None:
+    if schedule is None or schedule == "auto":
         return
     sizes = sorted(schedule)
     if not sizes or sizes[0] != 1 or any(n < 0 or n > 255 for n in schedule.values()):

@@ -14,6 +14,7 @@ from vllm_crossspec.config import ADDITIONAL_CONFIG_KEY, CrossSpecConfig, Drafte
 from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.drafters.checkpoint import check_drafter
 from vllm_crossspec.tree.base import tree_kind
+from vllm_crossspec.tree.schedule import candidate_widths
 from vllm_crossspec.types import TargetFacts
 
 V1_REFUSAL = "vllm_crossspec's proposers (set VLLM_USE_V2_MODEL_RUNNER=1 or leave it unset)"
@@ -87,6 +88,7 @@ def build(engine_args: Any, target_model_config: Any, target_parallel_config: An
         num_layers=target_model_config.get_total_num_hidden_layers(),
     )
     settings = resolve(settings, target, has_weights=engine_args.load_format != "dummy")
+    settings = resolve_schedules(settings, can_measure=can_measure(target_parallel_config))
     check_target(settings, target_model_config)
     configs = drafter_configs(settings, target_model_config, target_parallel_config)
     if settings.verification == "match":
@@ -185,12 +187,44 @@ def resolve_tree(drafter: DrafterConfig) -> user_config.TreeConfig:
     return tree
 
 
+def can_measure(parallel_config: Any) -> bool:
+    """Whether start-up can time steps: a CPU's mean nothing, and vLLM has no schedules with data parallelism."""
+    from vllm.platforms import current_platform
+
+    return not current_platform.is_cpu() and parallel_config.data_parallel_size == 1
+
+
+def resolve_schedules(settings: CrossSpecConfig, can_measure: bool) -> CrossSpecConfig:
+    """Trees without a schedule get "auto"; none stays "auto" where nothing is measured or a drafter has its own."""
+    given = [d.tree.by_batch_size for d in settings.drafters.values()]
+    is_auto = can_measure and not any(isinstance(schedule, dict) for schedule in given)
+    drafters = {}
+    for name, drafter in settings.drafters.items():
+        schedule = drafter.tree.by_batch_size
+        if schedule == "auto" or (schedule is None and not drafter.tree.is_chain):
+            tree = drafter.tree.model_copy(update={"by_batch_size": "auto" if is_auto else None})
+            drafter = drafter.model_copy(update={"tree": tree})
+        drafters[name] = drafter
+    return settings.model_copy(update={"drafters": drafters})
+
+
+def draft_widths(settings: CrossSpecConfig) -> tuple[int, ...]:
+    """The draft lengths from which a measured schedule is chosen, falling to 0."""
+    assert settings.num_speculative_tokens is not None
+    depth = settings.drafters[settings.active].num_speculative_tokens
+    return candidate_widths(settings.num_speculative_tokens, depth or 1)
+
+
 def draft_schedule(settings: CrossSpecConfig) -> list[tuple[int, int, int]] | None:
     """vLLM's own form of ``tree.by_batch_size``: (from, to, draft tokens); None where no drafter has one.
 
     Nodes are ordered by falling path probability, so the first ones are the best subtree of their number.
     """
-    schedules = [d.tree.by_batch_size for d in settings.drafters.values() if d.tree.by_batch_size]
+    if settings.measures_load:  # until it is measured, every width once: vLLM captures graphs for what it finds here
+        widths = draft_widths(settings)
+        return [(i, i, width) for i, width in enumerate(widths[:-1], start=1)] + [(len(widths), 1 << 20, widths[-1])]
+    given = (d.tree.by_batch_size for d in settings.drafters.values())
+    schedules = [schedule for schedule in given if isinstance(schedule, dict)]
     if not schedules:
         return None
     starts = sorted(set().union(*schedules))

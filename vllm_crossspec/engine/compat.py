@@ -12,6 +12,9 @@ from typing import NamedTuple
 
 MINIMUM_VERSION, BELOW_VERSION = (0, 32), (0, 33)
 
+# Importing the CPU worker puts plain memory in the place of the GPU's pinned buffers, for the whole process.
+CPU_MODULES = ("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu.model_runner", "vllm.v1.attention.backends.cpu_attn")
+
 
 class TouchPoint(NamedTuple):
     """One touch point.
@@ -76,7 +79,13 @@ TOUCH_POINTS = (
         "vllm.v1.worker.worker_base",
         "WorkerBase",
         None,
-        "gains the method crossspec_stats, which collective_rpc calls by name",
+        "gains the methods crossspec_stats and crossspec_step_costs, which collective_rpc calls by name",
+    ),
+    TouchPoint(
+        "vllm.v1.engine.core",
+        "EngineCore._initialize_kv_caches",
+        "self vllm_config",
+        "replaced: the schedule chosen from measured steps is in the config before the scheduler is made",
     ),
     TouchPoint(
         "vllm.model_executor.models.qwen3_dflash",
@@ -113,6 +122,12 @@ TOUCH_POINTS = (
     ),
     TouchPoint(
         f"{_GPU}.model_runner",
+        "GPUModelRunner.capture_model",
+        "self profile_only",
+        "overridden: steps are timed once they are captured",
+    ),
+    TouchPoint(
+        f"{_GPU}.model_runner",
         "GPUModelRunner.add_requests",
         "self scheduler_output",
         "overridden: what each request lets its drafter do",
@@ -146,6 +161,12 @@ TOUCH_POINTS = (
         "DFlashSpeculator._generate_draft",
         "self num_reqs num_tokens_padded attn_metadata slot_mappings num_tokens_across_dp cudagraph_runtime_mode",
         "overridden for trees",
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.dflash.speculator",
+        "DFlashSpeculator._num_graph_context_tokens",
+        "self num_reqs",
+        "overridden: the context of a whole verification goes into the graph",
     ),
     TouchPoint(f"{_GPU}.spec_decode.speculator", "DraftModelSpeculator.propose", _PROPOSE, "overridden by the host"),
     TouchPoint(f"{_GPU}.spec_decode.speculator", "DraftModelSpeculator.set_attn", _SET_ATTN, "overridden by the host"),
@@ -325,6 +346,31 @@ TOUCH_POINTS = (
         "called when an autoregressive drafter is loaded",
     ),
     TouchPoint(
+        f"{_GPU}.model_runner",
+        "GPUModelRunner._dummy_run",
+        "self num_tokens args skip_attn uniform_decode context_len skip_eplb is_profile valid_dummy_state_slots "
+        "randomize_inputs kwargs",
+        "called: the steps that are timed; its step_timing and decode_query_len are exchanged meanwhile",
+    ),
+    TouchPoint(
+        f"{_GPU}.input_batch",
+        "InputBatch.make_dummy",
+        "num_reqs num_tokens input_buffers max_query_len is_padding",
+        "called: the batch whose verification is timed",
+    ),
+    TouchPoint(
+        f"{_GPU}.async_utils",
+        "StepTimingCollector",
+        None,
+        "our clock has the same methods",
+    ),
+    TouchPoint(
+        "vllm.config.speculative",
+        "SpeculativeConfig.uses_dynamic_speculative_decoding",
+        "self",
+        "called: whether vLLM kept the schedule",
+    ),
+    TouchPoint(
         "vllm.v1.worker.gpu.states",
         "RequestState",
         None,
@@ -353,12 +399,14 @@ def check() -> list[str]:
     Returns:
         One sentence per problem; empty when all fits.
     """
+    from vllm.platforms import current_platform
     from vllm.version import __version__
 
     problem = version_problem(__version__)
     if problem:
         return [problem]
-    return [sentence for point in TOUCH_POINTS if (sentence := _problem(point))]
+    skipped = () if current_platform.is_cpu() else CPU_MODULES
+    return [sentence for point in TOUCH_POINTS if point.module not in skipped and (sentence := _problem(point))]
 
 
 def _problem(point: TouchPoint) -> str | None:

@@ -24,7 +24,8 @@ def install() -> None:
     _hook_init_speculator()
     _hook_unsupported_features()
     _hook_request_validation()
-    _add_worker_method()
+    _hook_engine_core()
+    _add_worker_methods()
     _installed = True
 
 
@@ -110,7 +111,28 @@ def _hook_request_validation() -> None:
     InputProcessor._validate_params = validate_params  # type: ignore[method-assign]
 
 
-def _add_worker_method() -> None:
+def _hook_engine_core() -> None:
+    from vllm.v1.engine.core import EngineCore
+
+    original = EngineCore._initialize_kv_caches
+
+    # Not the initialiser, which is already running when an engine core in a process of its own loads plugins; and
+    # this is the place between the warm-up of the workers and the making of the scheduler.
+    @functools.wraps(original)
+    def initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
+        kv_cache_config = original(self, vllm_config)
+        from vllm_crossspec.engine.bridge import settings_of
+
+        if settings_of(vllm_config) is not None:
+            from vllm_crossspec.engine.load import use_measured_schedule
+
+            use_measured_schedule(self.collective_rpc, vllm_config)
+        return kv_cache_config
+
+    EngineCore._initialize_kv_caches = initialize_kv_caches  # type: ignore[method-assign]
+
+
+def _add_worker_methods() -> None:
     from vllm.v1.worker.worker_base import WorkerBase
 
     def crossspec_stats(self: Any) -> dict[str, Any] | None:
@@ -119,4 +141,9 @@ def _add_worker_method() -> None:
         stats = getattr(speculator, "acceptance_stats", None)
         return None if stats is None else stats()
 
+    def crossspec_step_costs(self: Any) -> Any:
+        """What steps cost by draft tokens and running requests (see ``engine.load``)."""
+        return self.model_runner.measured_step_costs()
+
     WorkerBase.crossspec_stats = crossspec_stats  # type: ignore[attr-defined]
+    WorkerBase.crossspec_step_costs = crossspec_step_costs  # type: ignore[attr-defined]

@@ -262,9 +262,10 @@ class ProposerHost(DraftModelSpeculator):
             chain(tokens=drafted.tokens, out=self.chains)
             tree = first_rows(self.chains, batch.num_reqs)
         state = self.state
-        if dummy_run or state is None:
+        if state is None:
             return tree.tokens
-        if (state.modes[batch.idx_mapping_np] == CHAIN).any():
+        # A dummy run compiles the kernel, which the first request for a chain would otherwise wait for.
+        if dummy_run or (state.modes[batch.idx_mapping_np] == CHAIN).any():
             to_chain(
                 tokens=tree.tokens,
                 parents=tree.parents,
@@ -274,7 +275,8 @@ class ProposerHost(DraftModelSpeculator):
                 max_depth=state.max_depth,
                 idx_mapping=batch.idx_mapping,
             )
-        state.store(batch.idx_mapping, tree)
+        if not dummy_run:
+            state.store(batch.idx_mapping, tree)
         return tree.tokens
 
     def _pad(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from vllm_crossspec.commit.kernels import (
     make_kv_layers,
     restore_rows,
 )
+from vllm_crossspec.engine import load
 from vllm_crossspec.engine.attention import base
 from vllm_crossspec.engine.bridge import settings_of
 from vllm_crossspec.engine.requests import draft_mode
@@ -68,6 +69,7 @@ class MatchRunner:
         )
         self.speculator.bind(self.tree_state)
         self.draft_tokens_handler = LiveDraftTokensHandler(device, self.tree_state)
+        self._step_costs: load.StepTable | None = None
         self._kv_layers: KVLayers | None = None
         self._has_drafts = self._chains_only = False
         self._tapped: list[torch.Tensor] = []
@@ -117,6 +119,19 @@ class MatchRunner:
                 seen.add(cache.data_ptr())
                 caches.append((cache, group))
         self._kv_layers = make_kv_layers(caches)
+
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        """Capture, then time the captured steps: after this vLLM expects no kernel to be compiled any more."""
+        size = super().capture_model(profile_only=profile_only)  # type: ignore[misc]
+        if not profile_only:
+            self.measured_step_costs()
+        return size
+
+    def measured_step_costs(self) -> load.StepTable | None:
+        """What steps cost, measured at the first call; None where the schedule does not depend on it."""
+        if self._step_costs is None and load.is_wanted(self.vllm_config):
+            self._step_costs = load.measure(self)
+        return self._step_costs
 
     # -- the step ---------------------------------------------------------------------------------------------
 

@@ -77,6 +77,8 @@ class MatchVerifier:
         penalties: the processor that needs the step's live rows; None where all drafts are chains.
     """
 
+    enable_adaptive_verification = False  # vLLM's warm-up on a GPU asks its rejection sampler for this
+
     def __init__(self, sampler: Sampler, state: TreeState, penalties: TreePenalties | None):
         self.sampler, self.state, self.penalties = sampler, state, penalties
 

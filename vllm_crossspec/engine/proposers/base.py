@@ -1,5 +1,6 @@
 """The interface that every drafter of this project fits."""
 
+import copy
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple
 
@@ -129,6 +130,14 @@ def top_candidates(logits: torch.Tensor, count: int, offsets: torch.Tensor | Non
     top, ids = logits.topk(count, dim=-1)
     log_probs = top.float() - logits.float().logsumexp(dim=-1, keepdim=True)
     return log_probs, ids if offsets is None else ids + offsets[ids]
+
+
+def without_schedule(vllm_config: VllmConfig) -> VllmConfig:
+    """The config without draft lengths by batch size, for CUDA graphs of passes whose width does not follow them."""
+    own = copy.copy(vllm_config)
+    own.speculative_config = copy.copy(vllm_config.speculative_config)
+    own.speculative_config.num_speculative_tokens_per_batch_size = None
+    return own
 
 
 def empty_tree(num_reqs: int, num_nodes: int, device: torch.device) -> TokenTree:

@@ -18,6 +18,7 @@ from vllm_crossspec.engine.proposers.base import (
     native_arguments,
     ranked_logits,
     top_candidates,
+    without_schedule,
 )
 from vllm_crossspec.tree.best_first import best_first
 from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
@@ -28,6 +29,7 @@ class DFlashProposer(DFlashSpeculator, Proposer):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
         super().__init__(vllm_config, device)
+        self.vllm_config = without_schedule(self.vllm_config)
         self.name, self.drafts = name, drafts
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
@@ -61,6 +63,10 @@ class DFlashProposer(DFlashSpeculator, Proposer):
             return super().sample_draft(hidden_states, *arguments)
         keys = TargetKeys(idx_mapping, sample_src_positions, temperature, seeds, self.use_fp64_gumbel)
         return ranked_logits(self.model.compute_logits(hidden_states), keys, None).argmax(dim=-1)
+
+    def _num_graph_context_tokens(self, num_reqs: int) -> int:
+        """Context rows that a graph stores: a whole verification's, which of trees is wider than a block."""
+        return min(num_reqs * (self.drafts.num_nodes + 1), self.max_num_tokens)
 
     def propose_step(self, step: StepInputs) -> Candidates:
         """Write the context K/V of the step's tokens and draft a block for every request."""

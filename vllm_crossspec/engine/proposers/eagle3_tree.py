@@ -14,7 +14,14 @@ from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManag
 
 from vllm_crossspec.drafters.eagle3.levels import prepare_growth, prepare_level
 from vllm_crossspec.engine.attention.base import DraftTail
-from vllm_crossspec.engine.proposers.base import TargetKeys, empty_tree, first_rows, native_arguments, top_candidates
+from vllm_crossspec.engine.proposers.base import (
+    TargetKeys,
+    empty_tree,
+    first_rows,
+    native_arguments,
+    top_candidates,
+    without_schedule,
+)
 from vllm_crossspec.engine.proposers.eagle3 import Eagle3Proposer
 from vllm_crossspec.tree.dynamic import DynamicTree
 from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
@@ -77,7 +84,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
         super().init_cudagraph_manager(cudagraph_mode)
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         self.level_cudagraph_manager = DFlashCudaGraphManager(
-            self.vllm_config,
+            without_schedule(self.vllm_config),
             self.device,
             CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
             decode_query_len=self.builder.top_k,

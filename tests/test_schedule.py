@@ -1,0 +1,222 @@
+"""How many tokens are drafted for each number of running requests, chosen from what steps cost."""
+
+import itertools
+import random
+from types import SimpleNamespace
+from unittest import mock
+
+import engines
+import pytest
+
+from vllm_crossspec.config import ADDITIONAL_CONFIG_KEY, parse
+from vllm_crossspec.tree.schedule import candidate_widths, choose_schedule, expected_tokens, to_ranges
+
+WIDTHS = candidate_widths(60, 8)
+BATCHES = (1, 2, 4, 8, 16, 32, 64)
+MOST = 64
+
+
+def costs(seconds, max_rows=1 << 20):
+    """Step costs by width and batch from a function of the step's rows."""
+    return {w: {n: seconds(n * (w + 1)) for n in BATCHES if n * (w + 1) <= max_rows or n == 1} for w in WIDTHS}
+
+
+def chosen(step, draft=lambda rows: 0.0, **options):
+    options = {"step_seconds": costs(step), **options}
+    return choose_schedule(draft_seconds=costs(draft), widths=WIDTHS, max_batch_size=MOST, **options)[1:]
+
+
+def waits_then_computes(rows):
+    """4 ms to read the weights, or 22 us a row, whichever takes longer."""
+    return max(4e-3, 22e-6 * rows)
+
+
+# -- the choice -------------------------------------------------------------------------------------------------------
+
+
+def test_widths_are_the_tree_its_parts_a_chain_and_nothing():
+    assert WIDTHS == (60, 30, 15, 8, 0)
+    assert candidate_widths(4, 8) == (4, 2, 1, 0)
+
+
+def test_steps_that_cost_the_same_keep_the_whole_tree():
+    assert chosen(lambda rows: 4e-3) == [60] * MOST
+
+
+def test_steps_that_only_compute_get_no_drafts():
+    assert chosen(lambda rows: 1e-3 * rows) == [0] * MOST
+
+
+def test_trees_narrow_to_nothing_as_steps_come_to_compute():
+    table = chosen(waits_then_computes, draft=lambda rows: 1e-3)
+    assert table[0] == 60 and table[-1] == 0 and len(set(table)) > 2
+    assert table == sorted(table, reverse=True)
+
+
+def test_dear_drafts_are_not_made():
+    assert chosen(waits_then_computes, draft=lambda rows: 1.0) == [0] * MOST
+
+
+def test_a_width_is_not_chosen_where_it_was_not_measured():
+    table = chosen(waits_then_computes, step_seconds=costs(lambda rows: 4e-3, max_rows=300))
+    assert all(width == 0 or batch * (width + 1) <= 300 for batch, width in enumerate(table, start=1))
+    assert table[-1] == 0
+
+
+def test_noise_makes_no_schedule_rise_or_fall_for_good():
+    for seed in range(20):
+        noise = random.Random(seed)
+        table = chosen(lambda rows: waits_then_computes(rows) * noise.uniform(0.9, 1.1))  # noqa: B023
+        assert table == sorted(table, reverse=True)
+    once = costs(lambda rows: 4e-3)
+    once[60][1] = 5.2e-3  # something else ran on the machine for a moment; a greedy choice would now stay below 60
+    assert chosen(waits_then_computes, step_seconds=once) == [60] * MOST
+
+
+def test_it_is_the_best_of_all_schedules_that_never_rise():
+    """Against a search of everything, on a small case with random costs."""
+    widths, sizes = (3, 1, 0), range(1, 5)
+    for seed in range(30):
+        dice = random.Random(seed)
+        step = {w: {n: dice.uniform(1.0, 3.0) for n in sizes} for w in widths}
+        draft = {w: {n: dice.uniform(0.0, 0.5) for n in sizes} for w in widths}
+
+        def value(table, step=step, draft=draft):
+            rates = [expected_tokens(w) / (step[w][n] + (draft[w][n] if w else 0.0)) for n, w in zip(sizes, table)]  # noqa: B905
+            product = 1.0
+            for n, rate in zip(sizes, rates, strict=True):
+                product *= rate ** (1 / n)
+            return product
+
+        every = [t for t in itertools.product(widths, repeat=4) if list(t) == sorted(t, reverse=True)]
+        table = choose_schedule(step_seconds=step, draft_seconds=draft, widths=widths, max_batch_size=4)
+        assert value(table[1:]) == pytest.approx(max(map(value, every)))
+
+
+def test_another_expectation_gives_another_schedule():
+    assert chosen(waits_then_computes, expected=lambda width: 1.0) == [0] * MOST
+
+
+def test_ranges_cover_the_table():
+    assert to_ranges([0, 60, 60, 8, 0, 0]) == [(1, 2, 60), (3, 3, 8), (4, 5, 0)]
+
+
+# -- what users write -------------------------------------------------------------------------------------------------
+
+
+def settings(**tree):
+    raw = {"method": "eagle3", "model": "m", "tree": {"num_nodes": 60, "depth": 8, **tree}}
+    parsed = parse(raw, {"method", "model", "num_speculative_tokens"})
+    drafter = parsed.drafters["eagle3"].model_copy(update={"num_speculative_tokens": 8})
+    return parsed.model_copy(update={"num_speculative_tokens": 60, "drafters": {"eagle3": drafter}})
+
+
+def resolved(can_measure, **tree):
+    from vllm_crossspec.engine.bridge import resolve_schedules
+
+    return resolve_schedules(settings(**tree), can_measure)
+
+
+@pytest.mark.parametrize("tree", [{}, {"by_batch_size": "auto"}])
+def test_a_tree_is_measured_where_that_is_possible(tree):
+    from vllm_crossspec.engine.bridge import draft_schedule
+
+    measured = resolved(True, **tree)
+    assert measured.measures_load
+    assert [width for _, _, width in draft_schedule(measured)] == list(WIDTHS)
+    unmeasured = resolved(False, **tree)
+    assert not unmeasured.measures_load and draft_schedule(unmeasured) is None
+
+
+def test_a_schedule_of_the_users_own_wins():
+    from vllm_crossspec.engine.bridge import draft_schedule
+
+    own = resolved(True, by_batch_size={"1": 60, "8": 0})
+    assert not own.measures_load
+    assert [(first, width) for first, _, width in draft_schedule(own)] == [(1, 60), (8, 0)]
+
+
+def test_a_chain_is_measured_only_where_asked_for():
+    from vllm_crossspec.engine.bridge import resolve_schedules
+
+    for tree, expected in (({"type": "chain"}, None), ({"type": "chain", "by_batch_size": "auto"}, "auto")):
+        chain = parse({"method": "eagle3", "model": "m", "tree": tree}, {"method", "model"})
+        assert resolve_schedules(chain, True).drafters["eagle3"].tree.by_batch_size == expected
+
+
+@pytest.mark.parametrize("value", ["atuo", 60, [60, 0], True])
+def test_anything_else_gets_one_sentence(value):
+    with pytest.raises(ValueError, match="tree.by_batch_size: should be 'auto' or draft tokens by running") as caught:
+        settings(by_batch_size=value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_rejection_sampler_is_not_measured():
+    raw = {"method": "eagle3", "model": "m", "tree": {"by_batch_size": "auto"}, "verification": "rejection"}
+    with pytest.raises(ValueError, match="tree.by_batch_size 'auto' needs verification 'match'"):
+        parse(raw, {"method", "model"})
+
+
+# -- on its way to the scheduler --------------------------------------------------------------------------------------
+
+
+def vllm_config(own, schedule=((1, 1, 60),)):
+    speculative = SimpleNamespace(num_speculative_tokens_per_batch_size=schedule and list(schedule))
+    speculative.uses_dynamic_speculative_decoding = lambda: (
+        speculative.num_speculative_tokens_per_batch_size is not None
+    )
+    return SimpleNamespace(
+        additional_config={ADDITIONAL_CONFIG_KEY: own.model_dump(mode="json")},
+        speculative_config=speculative,
+        scheduler_config=SimpleNamespace(max_num_seqs=MOST),
+    )
+
+
+def test_the_schedule_is_in_vllms_config_before_the_scheduler_is_made():
+    from vllm_crossspec.engine.load import Cost, use_measured_schedule
+
+    config = vllm_config(resolved(True))
+    table = {w: {n: Cost(s, 1e-3) for n, s in row.items()} for w, row in costs(waits_then_computes).items()}
+    use_measured_schedule({"crossspec_step_costs": [table, None]}.__getitem__, config)
+    ranges = config.speculative_config.num_speculative_tokens_per_batch_size
+    assert ranges == to_ranges([0, *chosen(waits_then_computes, draft=lambda rows: 1e-3)])
+    assert ranges[0][2] == 60 and ranges[-1] == (ranges[-1][0], MOST, 0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [vllm_config(resolved(False)), vllm_config(resolved(True), schedule=None)],
+    ids=["none wanted", "vLLM has dropped it"],
+)
+def test_without_a_schedule_nobody_is_asked(config):
+    from vllm_crossspec.engine.load import use_measured_schedule
+
+    use_measured_schedule(mock.Mock(side_effect=AssertionError), config)
+
+
+@pytest.mark.e2e
+def test_an_engine_measures_its_steps_and_follows_the_outcome(monkeypatch):
+    """Dummy steps of every width run for real; their times, which mean nothing on a CPU, are replaced."""
+    from vllm_crossspec.engine import bridge, load
+
+    timed, time_step = {}, load.time_step
+
+    def pretend(runner, num_reqs, width):
+        timed[width, num_reqs] = time_step(runner, num_reqs, width)
+        return load.Cost(step=1.0 if num_reqs * (width + 1) <= 9 else 10.0, draft=0.1)
+
+    monkeypatch.setattr(bridge, "can_measure", lambda parallel_config: True)
+    monkeypatch.setattr(load, "time_step", pretend)
+    monkeypatch.setattr(load, "REPEATS", 1)
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    overrides = {"max_num_seqs": 4, "distributed_executor_backend": "uni", "enable_prefix_caching": False}
+    spec = engines.tree("dflash", engines.DFLASH, num_nodes=8)
+    texts = engines.prompts(3)
+    with engines.engine(None, **overrides) as llm:
+        plain = engines.generate(llm, texts, max_tokens=8)
+    with engines.engine(spec, **overrides) as llm:
+        assert {width for width, _ in timed} == {8, 7, 4, 2, 0} and (8, 4) in timed
+        assert all(cost.step > 0 and cost.draft > 0 for cost in timed.values())
+        scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+        assert scheduler.dynamic_sd_lookup == [0, 8, 2, 0, 0]
+        assert engines.generate(llm, texts, max_tokens=8) == plain

@@ -1,0 +1,118 @@
+"""Trees under `vllm serve` with every kind of request at once: right answers, no lost blocks, no growing memory.
+
+CROSSSPEC_SOAK_SECONDS says for how long; a minute by default.
+"""
+
+import concurrent.futures
+import itertools
+import os
+import threading
+import time
+from pathlib import Path
+
+import engines
+import pytest
+from servers import serving
+
+pytestmark = pytest.mark.e2e
+
+SECONDS = float(os.environ.get("CROSSSPEC_SOAK_SECONDS", "60"))
+CONCURRENCY = 16
+KINDS = [
+    {"temperature": 0.0},
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.8, "seed": 2, "extra_body": {"top_k": 20, "repetition_penalty": 1.2}},
+    {"temperature": 0.0, "extra_body": {"structured_outputs": {"regex": "(yes|no), [a-z ]{5,20}"}}},
+    {"temperature": 0.0, "extra_body": {"vllm_xargs": {"crossspec": "off"}}},
+    {"temperature": 1.0, "seed": 3, "extra_body": {"vllm_xargs": {"crossspec": "chain"}}},
+]
+SERVER = ["--max-num-seqs", str(CONCURRENCY), "--max-num-batched-tokens", "1024"]
+MAX_TOKENS = 24
+GROWTH = 64 << 20
+"""Bytes by which the processes may grow after the warm-up: allocators keep what they had at their busiest."""
+
+
+def resident_bytes(process_group):
+    """Memory of all processes of a server."""
+    total = 0
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rsplit(") ", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[2]) == process_group:
+            total += int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
+    return total
+
+
+def complete(client, prompt, kind):
+    answer = client.completions.create(model="pocket", prompt=prompt, max_tokens=MAX_TOKENS, **kind)
+    return answer.choices[0].text
+
+
+def leave(client, prompt):
+    """Ask for a stream and hang up after its first piece."""
+    stream = client.completions.create(model="pocket", prompt=prompt, max_tokens=200, stream=True, temperature=0.0)
+    next(iter(stream))
+    stream.close()
+
+
+def idle_usage(server):
+    """KV-cache usage once nothing runs."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        if server.metric("vllm:num_requests_running") + server.metric("vllm:num_requests_waiting") == 0:
+            return server.metric("vllm:kv_cache_usage_perc")
+        time.sleep(0.5)
+    raise AssertionError("requests still run a minute after the last answer")
+
+
+def soak(server, prompts, expected, seconds):
+    """Keep the server busy; the number of answers. Every one is compared."""
+    deadline, numbers, lock = time.monotonic() + seconds, itertools.count(), threading.Lock()
+
+    def work(client):
+        answered = 0
+        while time.monotonic() < deadline:
+            with lock:
+                number = next(numbers)
+            prompt, kind = number % len(prompts), number // len(prompts) % len(KINDS)
+            if number % 11 == 10:
+                leave(client, prompts[prompt])
+                continue
+            assert complete(client, prompts[prompt], KINDS[kind]) == expected[prompt, kind], (prompt, kind)
+            answered += 1
+        return answered
+
+    with concurrent.futures.ThreadPoolExecutor(CONCURRENCY) as pool:
+        return sum(pool.map(work, [server.client() for _ in range(CONCURRENCY)]))
+
+
+def test_mixed_requests_for_a_while():
+    prompts = engines.prompts(8)
+    with serving(None, *SERVER) as plain:
+        client = plain.client()
+        with concurrent.futures.ThreadPoolExecutor(CONCURRENCY) as pool:
+            wanted = [(p, k) for p in range(len(prompts)) for k in range(len(KINDS))]
+            texts = pool.map(
+                lambda pk: complete(client, prompts[pk[0]], {**KINDS[pk[1]], "extra_body": without_ours(KINDS[pk[1]])}),
+                wanted,
+            )
+            expected = dict(zip(wanted, texts, strict=True))
+
+    with serving(engines.tree("dflash", engines.DFLASH), *SERVER) as server:
+        group = os.getpgid(server.process.pid)
+        soak(server, prompts, expected, min(SECONDS / 3, 60))
+        assert idle_usage(server) == 0
+        before = resident_bytes(group)
+        answers = soak(server, prompts, expected, SECONDS)
+        assert idle_usage(server) == 0
+        after = resident_bytes(group)
+        print(f"{answers} answers, {before / 2**20:.0f} MiB before, {after / 2**20:.0f} MiB after")
+        assert answers > CONCURRENCY
+        assert after - before < GROWTH
+
+
+def without_ours(kind):
+    """The request's extra fields that plain vLLM knows."""
+    return {key: value for key, value in kind.get("extra_body", {}).items() if key != "vllm_xargs"}

@@ -1,0 +1,192 @@
+"""Draft trees of the real drafters give plain's text in every mode; break one part and they do not."""
+
+import functools
+
+import engines
+import pytest
+import sabotage
+
+pytestmark = pytest.mark.e2e
+
+SPECS = {
+    "plain": None,
+    "eagle3-tree": engines.tree("eagle3", engines.EAGLE3),
+    "dflash-tree": engines.tree("dflash", engines.DFLASH),
+}
+TREES = ["eagle3-tree", "dflash-tree"]
+ASYNC = "dflash-tree"
+
+
+@functools.cache
+def results(name):
+    """All scenarios; the token budget of a step (128) cuts the trees of a batch short, so widths vary."""
+    if name != ASYNC:
+        return engines.run_scenarios(SPECS[name], async_scheduling=False)
+    with engines.async_scheduling_on_cpu():
+        return engines.run_scenarios(SPECS[name], async_scheduling=True)
+
+
+@pytest.mark.parametrize("scenario", ["one", "eight", "chunked", "prefix"])
+@pytest.mark.parametrize("name", TREES)
+def test_greedy_is_plain(name, scenario):
+    assert results(name).tokens[scenario] == results("plain").tokens[scenario]
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_seeded_text_is_plains_token_for_token(name):
+    tokens = results(name).tokens
+    assert tokens["seeded again"] == tokens["seeded"] == results("plain").tokens["seeded"]
+
+
+@pytest.mark.parametrize("name", TREES)
+def test_accepted_paths_are_of_the_trees_depth(name):
+    counts = results(name).counts
+    assert counts.accepted / counts.drafts > 1
+    deepest = max(i for i, accepted in enumerate(counts.per_position, start=1) if accepted)
+    assert deepest <= 8 if name == "eagle3-tree" else deepest <= engines.K
+
+
+def test_scheduling_is_what_the_tests_say():
+    assert results(ASYNC).is_async and not results("eagle3-tree").is_async
+
+
+# -- one batch of every kind of request ---------------------------------------------------------------------------
+
+
+def mixed_requests():
+    """(prompt, sampling parameters) of a batch in which no two requests ask for the same."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import StructuredOutputsParams
+
+    everything = {
+        "temperature": 0.9,
+        "top_k": 50,
+        "top_p": 0.9,
+        "repetition_penalty": 1.2,
+        "frequency_penalty": 0.3,
+        "presence_penalty": 0.4,
+        "logprobs": 3,
+        "min_tokens": 8,
+    }
+    wanted = [
+        {"temperature": 0.0},
+        {**everything, "seed": 11},
+        {**everything, "seed": 12, "temperature": 0.0},
+        {"temperature": 0.0, "structured_outputs": StructuredOutputsParams(regex=r"(yes|no|maybe), [a-z ]{10,40}\.")},
+        {"temperature": 0.0, "bad_words": [" the", " a"]},
+        {"temperature": 0.0, "extra_args": {"crossspec": "chain"}},
+        {"temperature": 1.0, "seed": 13, "extra_args": {"crossspec": "off"}},
+        {"temperature": 1.0, "seed": 14, "logprobs": 2},
+    ]
+    parameters = [SamplingParams(max_tokens=24, **fields) for fields in wanted]
+    return list(zip(engines.prompts(len(wanted)), parameters, strict=True))
+
+
+def answers(llm, requests):
+    """Token ids and, where asked for, log-probabilities of every request of one batch."""
+    prompts, parameters = zip(*requests, strict=True)
+    outputs = [o.outputs[0] for o in llm.generate(list(prompts), list(parameters), use_tqdm=False)]
+    tokens = [list(output.token_ids) for output in outputs]
+    logprobs = [
+        [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs or ()]
+        for output in outputs
+    ]
+    return tokens, logprobs
+
+
+SETTINGS = {"max_num_batched_tokens": 512, "enable_prefix_caching": False}
+
+
+@pytest.fixture(scope="module")
+def plain_answers():
+    with engines.engine(None, **SETTINGS) as llm:
+        return answers(llm, mixed_requests())
+
+
+DRAFTERS = {"eagle3-tree": ("eagle3", engines.EAGLE3), "dflash-tree": ("dflash", engines.DFLASH)}
+
+
+@pytest.fixture(scope="module", params=DRAFTERS)
+def llm(request, plain_answers):
+    method, folder = DRAFTERS[request.param]
+    with engines.engine(engines.tree(method, folder, num_nodes=24), **SETTINGS) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def whole(llm):
+    """The unbroken engine's answers and its accepted tokens a draft."""
+    return run_broken(llm, sabotage.mend)
+
+
+def run_broken(llm, how):
+    """Tokens and log-probabilities of the mixed batch, and accepted tokens a draft, with one part broken."""
+    llm.collective_rpc(how)
+    before = engines.counts(llm)
+    try:
+        found = answers(llm, mixed_requests())
+    finally:
+        llm.collective_rpc(sabotage.mend)
+    after = engines.counts(llm)
+    return found, (after.accepted - before.accepted) / (after.drafts - before.drafts)
+
+
+def test_a_mixed_batch_is_plains(whole, plain_answers):
+    (tokens, logprobs), _ = whole
+    assert tokens == plain_answers[0]
+    for mine, plain in zip(logprobs, plain_answers[1], strict=True):
+        assert [set(step) for step in mine] == [set(step) for step in plain]
+        for step, expected in zip(mine, plain, strict=True):
+            assert step == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.parametrize("how", [sabotage.leave_states_in_place, sabotage.foresee_other_noise])
+def test_a_broken_drafter_is_slow_and_never_wrong(llm, whole, plain_answers, how):
+    (tokens, _), accepted = run_broken(llm, how)
+    assert tokens == plain_answers[0]
+    assert accepted < 0.95 * whole[1]
+
+
+@pytest.mark.parametrize("llm", ["dflash-tree"], indirect=True)
+@pytest.mark.parametrize(
+    "how",
+    [
+        sabotage.see_siblings,
+        sabotage.shift_positions,
+        sabotage.leave_kv_in_place,
+        sabotage.penalize_rows_before,
+        sabotage.accept_everything,
+    ],
+)
+def test_a_broken_part_of_the_verification_is_seen(llm, whole, plain_answers, how):
+    """What is broken is the target's side, the same for every drafter."""
+    (tokens, _), _ = run_broken(llm, how)
+    assert tokens != plain_answers[0]
+
+
+def test_an_unknown_wish_is_refused(llm):
+    from vllm import SamplingParams
+
+    with pytest.raises(ValueError, match="'crossspec' is 'of'; use one of tree, chain, off"):
+        llm.generate(engines.prompts(1), SamplingParams(extra_args={"crossspec": "of"}), use_tqdm=False)
+
+
+# -- load -------------------------------------------------------------------------------------------------------------
+
+
+def test_trees_narrow_and_vanish_as_the_batch_grows(plain_answers):
+    schedule = {"1": 24, "3": 4, "6": 0}
+    spec = engines.tree("dflash", engines.DFLASH, num_nodes=24, by_batch_size=schedule)
+    with engines.engine(None, **SETTINGS) as llm:
+        plain = {n: engines.generate(llm, engines.prompts(n), max_tokens=16) for n in (1, 4, 8)}
+    with engines.engine(spec, **SETTINGS) as llm:
+        drafted = {}
+        for count, expected in plain.items():
+            before = llm.collective_rpc("crossspec_stats")[0]["dflash"]
+            assert engines.generate(llm, engines.prompts(count), max_tokens=16) == expected
+            after = llm.collective_rpc("crossspec_stats")[0]["dflash"]
+            drafts = after["drafts"] - before["drafts"]
+            drafted[count] = (after["draft_tokens"] - before["draft_tokens"]) / max(drafts, 1)
+    assert drafted[1] > 20, "one request gets its whole tree"
+    assert 0 < drafted[4] < 12, "four get the best nodes"
+    assert drafted[8] < drafted[4], "eight get none, until some of them have ended"

@@ -1,0 +1,179 @@
+"""``tree.by_batch_size`` "auto": what steps cost is measured at start-up, before the first request.
+
+The engine starts with a schedule that only lists the widths to choose from, so that vLLM captures CUDA graphs for all
+of them. The runner times dummy steps of each once they are captured; the engine core asks for the outcome and hands
+vLLM's scheduler the schedule chosen from it. Ranks run the same steps in the same order, and rank 0's clock decides.
+"""
+
+import contextlib
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.logger import init_logger
+from vllm.v1.worker.gpu.input_batch import InputBatch
+
+from vllm_crossspec.engine.bridge import draft_widths, settings_of
+from vllm_crossspec.tree.schedule import choose_schedule, to_ranges
+
+logger = init_logger("vllm.crossspec")
+
+CONTEXT_TOKENS = 2048
+"""Tokens before the measured ones, of every request; less where the model's length does not allow as many."""
+
+MAX_ROWS = 1024
+"""Most target tokens of a measured step. A dense model computes, and drafts have stopped to pay, from a few hundred
+on; the bound keeps start-up short and the measured logits (V entries a row) within memory."""
+
+REPEATS = 5
+
+
+class Cost(NamedTuple):
+    """Median seconds of a dummy step: the target's forward pass and its verification, and the drafting after it."""
+
+    step: float
+    draft: float
+
+
+StepTable = dict[int, dict[int, Cost]]
+"""Costs by draft tokens of a request, then by running requests."""
+
+
+class StepClock:
+    """Takes the place of the runner's own ``step_timing``, which marks forward pass and drafting, and keeps the marks.
+
+    Args:
+        device: of the model; a GPU's marks are events in its stream, so that nothing waits between the steps.
+    """
+
+    def __init__(self, device: torch.device):
+        self.is_cuda, self.marks = device.type == "cuda", []
+
+    def mark(self) -> None:
+        """Note the time."""
+        if self.is_cuda:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    forward_start = forward_end = drafter_start = drafter_end = mark
+
+    def record_batch(self, *arguments: Any) -> None:
+        """Part of vLLM's protocol; the caller knows the batch."""
+
+    def spans(self) -> list[float]:
+        """Seconds between every pair of marks (first and second, third and fourth, ...); waits for the device."""
+        if self.is_cuda:
+            self.marks[-1].synchronize()
+        pairs = zip(self.marks[::2], self.marks[1::2], strict=True)
+        return [start.elapsed_time(end) / 1e3 if self.is_cuda else end - start for start, end in pairs]
+
+
+@contextlib.contextmanager
+def _dummy_steps(runner: Any, clock: StepClock, width: int) -> Iterator[None]:
+    """Let the runner's dummy runs be verifications of ``width`` draft tokens, timed by ``clock``."""
+    kept = runner.step_timing, runner.decode_query_len
+    runner.step_timing, runner.decode_query_len = clock, width + 1
+    try:
+        yield
+    finally:
+        runner.step_timing, runner.decode_query_len = kept
+
+
+def verification_batch(runner: Any, num_reqs: int, width: int) -> InputBatch:
+    """A dummy batch in which every request brings ``width`` draft tokens."""
+    rows = width + 1
+    batch = InputBatch.make_dummy(num_reqs, num_reqs * rows, runner.input_buffers)
+    if not width:
+        return batch
+    device = runner.device
+    return dataclasses.replace(
+        batch,
+        num_draft_tokens=num_reqs * width,
+        num_draft_tokens_per_req=np.full(num_reqs, width, dtype=np.int32),
+        expanded_idx_mapping=batch.idx_mapping.repeat_interleave(rows),
+        expanded_local_pos=torch.arange(rows, dtype=torch.int32, device=device).repeat(num_reqs),
+        logits_indices=torch.arange(num_reqs * rows, device=device),
+        cu_num_logits=torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * rows,
+        cu_num_logits_np=np.arange(num_reqs + 1, dtype=np.int32) * rows,
+    )
+
+
+def time_step(runner: Any, num_reqs: int, width: int) -> Cost:
+    """Time dummy steps of ``num_reqs`` requests with ``width`` draft tokens each, after one that is not counted.
+
+    What it leaves out: the trees' rows and the compaction (a few launches), and the trees' own share of the attention
+    where no CUDA graph holds the step.
+    """
+    clock = StepClock(runner.device)
+    with _dummy_steps(runner, clock, width):
+        for _ in range(1 + REPEATS):
+            hidden, _ = runner._dummy_run(
+                num_reqs * (width + 1), uniform_decode=True, skip_eplb=True, context_len=CONTEXT_TOKENS
+            )
+            batch = verification_batch(runner, num_reqs, width)
+            clock.mark()
+            runner.sample(hidden, batch, None)
+            clock.mark()
+    spans = clock.spans()[3:]
+    forward, draft, verify = spans[0::3], spans[1::3], spans[2::3]
+    steps = [one + other for one, other in zip(forward, verify, strict=True)]
+    return Cost(statistics.median(steps), statistics.median(draft))
+
+
+def batch_sizes(runner: Any, width: int) -> list[int]:
+    """Numbers of running requests to measure ``width`` at: powers of two, and both sides of the largest CUDA graph."""
+    rows = width + 1
+    most = min(runner.max_num_reqs, max(min(MAX_ROWS, runner.max_num_tokens) // rows, 1))
+    if rows > runner.max_num_tokens:
+        return []
+    in_graph = (runner.compilation_config.max_cudagraph_capture_size or 0) // rows
+    sizes = {1 << i for i in range(most.bit_length())} | {in_graph, in_graph + 1, most}
+    return sorted(size for size in sizes if 1 <= size <= most)
+
+
+@torch.inference_mode()
+def measure(runner: Any) -> StepTable:
+    """The costs of all widths; the largest steps come first, so that memory grows once."""
+    settings = settings_of(runner.vllm_config)
+    assert settings is not None
+    start = time.perf_counter()
+    table = {
+        width: {size: time_step(runner, size, width) for size in reversed(batch_sizes(runner, width))}
+        for width in draft_widths(settings)
+    }
+    logger.info("crossspec: steps of %s draft tokens timed in %.1f s", list(table), time.perf_counter() - start)
+    return table
+
+
+def is_wanted(vllm_config: Any) -> bool:
+    """Whether this engine's schedule is to be chosen from a measurement."""
+    settings, speculative = settings_of(vllm_config), vllm_config.speculative_config
+    if settings is None or speculative is None or not settings.measures_load:
+        return False
+    return bool(speculative.uses_dynamic_speculative_decoding())
+
+
+def use_measured_schedule(collective_rpc: Callable[..., list[Any]], vllm_config: Any) -> None:
+    """Have the workers' costs fetched and the schedule chosen, before vLLM's scheduler reads it from its config."""
+    if not is_wanted(vllm_config):
+        return
+    costs: StepTable = collective_rpc("crossspec_step_costs")[0]
+    table = choose_schedule(
+        step_seconds={width: {n: cost.step for n, cost in by_size.items()} for width, by_size in costs.items()},
+        draft_seconds={width: {n: cost.draft for n, cost in by_size.items()} for width, by_size in costs.items()},
+        widths=list(costs),
+        max_batch_size=vllm_config.scheduler_config.max_num_seqs,
+    )
+    ranges = to_ranges(table)
+    vllm_config.speculative_config.num_speculative_tokens_per_batch_size = ranges
+    logger.info(
+        "crossspec: draft tokens by running requests, from measured steps: %s",
+        ", ".join(f"{first} to {last}: {width}" for first, last, width in ranges),
+    )
