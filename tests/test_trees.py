@@ -185,8 +185,6 @@ def test_trees_narrow_and_vanish_as_the_batch_grows(plain_answers):
             before = llm.collective_rpc("crossspec_stats")[0]["dflash"]
             assert engines.generate(llm, engines.prompts(count), max_tokens=16) == expected
             after = llm.collective_rpc("crossspec_stats")[0]["dflash"]
-            drafts = after["drafts"] - before["drafts"]
-            drafted[count] = (after["draft_tokens"] - before["draft_tokens"]) / max(drafts, 1)
-    assert drafted[1] > 20, "one request gets its whole tree"
-    assert 0 < drafted[4] < 12, "four get the best nodes"
-    assert drafted[8] < drafted[4], "eight get none, until some of them have ended"
+            drafted[count] = (after["draft_tokens"] - before["draft_tokens"]) / count
+    # Draft tokens a request, each of 16 tokens: whole trees, the best nodes, none until some of the eight have ended.
+    assert drafted[1] > 2 * drafted[4] > 4 * drafted[8]
