@@ -8,7 +8,14 @@ import pytest
 from vllm_crossspec.config import CrossSpecConfig, is_ours, parse
 
 NATIVE_METHODS = {"eagle", "eagle3", "dflash", "ngram", "draft_model"}
-NATIVE_KEYS = {"method", "model", "num_speculative_tokens", "draft_tensor_parallel_size", "attention_backend"}
+NATIVE_KEYS = {
+    "method",
+    "model",
+    "num_speculative_tokens",
+    "draft_tensor_parallel_size",
+    "attention_backend",
+    "rejection_sample_method",
+}
 CHAIN = {"type": "chain"}
 CONFIGS = Path(__file__).parents[1] / "configs"
 
@@ -123,6 +130,10 @@ def test_settings_survive_the_way_to_the_workers():
         ({"method": "eagle3", "model": "m", "tree": {"num_nodes": 256}}, "tree.num_nodes: .*less than or equal to 255"),
         ({"method": "eagle3", "model": "m", "tree": CHAIN | {"depth": 3}}, "tree.type 'chain' takes no depth"),
         ({"method": "eagle3", "model": "m", "tree": {"top_k": 33}}, "a dynamic tree takes at most 32"),
+        (
+            {"method": "eagle3", "model": "m", "tree": CHAIN, "rejection_sample_method": "synthetic"},
+            'rejection_sample_method is about vLLM\'s rejection sampler; add "verification": "rejection"',
+        ),
         ({"method": "dflash", "model": "m", "tree": {"depth": 3}}, "tree.depth: a best_first tree is as deep as"),
         (
             {"method": "eagle3", "model": "m", "tree": {"by_batch_size": {"2": 60}}},

@@ -19,6 +19,7 @@ ADDITIONAL_CONFIG_KEY = "crossspec"
 META_METHODS = ("whiflash",)
 OUR_KEYS = ("tree", "verification", "drafters", "router")
 _TOP_KEYS = ("verification", "draft_sample_method")
+_REJECTION_KEYS = {"rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"}
 
 
 class _Model(BaseModel):
@@ -196,6 +197,11 @@ def _check(config: CrossSpecConfig) -> CrossSpecConfig:
         if tree.by_batch_size == "auto" and config.verification != "match":
             raise ValueError(f"{key}.by_batch_size 'auto' needs verification 'match'; give the draft tokens yourself")
         _check_schedule(tree, key)
+        for native in sorted(_REJECTION_KEYS & drafter.native.keys()):
+            if config.verification != "rejection":
+                raise ValueError(
+                    f'speculative_config.{native} is about vLLM\'s rejection sampler; add "verification": "rejection"'
+                )
     method, wanted = config.draft_sample_method, {"coupled": "match", "probabilistic": "rejection"}
     if method in wanted and config.verification != wanted[method]:
         raise ValueError(

@@ -66,7 +66,8 @@ class ProposerHost(DraftModelSpeculator):
         self.state: TreeState | None = None
         # Several drafters, or trees, change a slot's shape from round to round; one drafter of chains never does.
         self.stores_trees = settings.verification == "match" and (settings.has_trees or len(self.proposers) > 1)
-        self.chains = empty_tree(max_num_reqs, self.num_speculative_steps, device)
+        if self.stores_trees:
+            self.chains = empty_tree(max_num_reqs, self.num_speculative_steps, device)
         self._pcp_manager: Any = None
         self._serving = False
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from vllm.logger import init_logger
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
@@ -145,7 +146,7 @@ class MatchRunner:
             slot = self.req_states.req_id_to_index[request.req_id]
             state.modes[slot] = draft_mode(request.sampling_params, self._chains_only)
         # A copy of the host's array, for the next batch of new requests may change it before this one is through.
-        state.modes_on_device.copy_(torch.from_numpy(state.modes.copy()), non_blocking=True)
+        async_tensor_h2d(state.modes.copy(), out=state.modes_on_device)
         if not self.speculator.stores_trees:
             state.sizes.copy_((state.modes_on_device != NOTHING) * state.num_nodes)
 
