@@ -112,6 +112,20 @@ def penalize_rows_before(worker: Any) -> None:
     _replace(worker, sampler, "logits_processors", lambda original: chains)
 
 
+def sample_in_chunks(worker: Any) -> None:
+    """Not a break: logits are sampled by few requests at once, as where all rows' would take too much memory."""
+    import vllm_crossspec.engine.verifier as module
+
+    _replace(worker, module, "get_max_chunk_logits", lambda original: lambda vocab_size: 60)
+
+
+def attend_in_two_passes(worker: Any) -> None:
+    """Not a break: the GPU's algorithm, a dense pass over the prefix and our kernel over the tail."""
+    from vllm_crossspec.engine.attention.cpu import TreeCpuImpl
+
+    _replace(worker, TreeCpuImpl, "two_passes", lambda original: True)
+
+
 def foresee_other_noise(worker: Any) -> None:
     """The drafter ranks with the noise of another position than the one that the target samples with."""
     import vllm_crossspec.engine.proposers.base as module

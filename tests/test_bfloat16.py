@@ -10,14 +10,17 @@ NEAR = 0.1
 SETTINGS = {"dtype": "bfloat16", "max_num_batched_tokens": 512}
 
 
-def greedy(llm):
-    """Token ids of every completion, and the log-probabilities of the likeliest tokens at every step."""
+def greedy(llm, logprobs=None):
+    """Token ids of every completion and, if asked for, the log-probabilities of the likeliest tokens at every step."""
     from vllm import SamplingParams
 
-    parameters = SamplingParams(temperature=0.0, max_tokens=40, logprobs=10)
+    parameters = SamplingParams(temperature=0.0, max_tokens=40, logprobs=logprobs)
     outputs = [o.outputs[0] for o in llm.generate(engines.prompts(16), parameters, use_tqdm=False)]
-    scores = [[{token: entry.logprob for token, entry in step.items()} for step in o.logprobs] for o in outputs]
-    return [list(o.token_ids) for o in outputs], scores
+    scores = [
+        [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs or ()]
+        for output in outputs
+    ]
+    return [list(output.token_ids) for output in outputs], scores
 
 
 def divergences(plain, scores, other):
@@ -39,7 +42,7 @@ def test_divergences_are_near_ties():
         "tree": engines.tree("dflash", engines.DFLASH, num_nodes=24),
     }
     with engines.engine(None, **SETTINGS) as llm:
-        plain, scores = greedy(llm)
+        plain, scores = greedy(llm, logprobs=10)
     for name, spec in specs.items():
         with engines.engine(spec, **SETTINGS) as llm:
             found = divergences(plain, scores, greedy(llm)[0])

@@ -164,6 +164,25 @@ def test_a_broken_part_of_the_verification_is_seen(llm, whole, plain_answers, ho
     assert tokens != plain_answers[0]
 
 
+@pytest.mark.parametrize("llm", ["dflash-tree"], indirect=True)
+@pytest.mark.parametrize("how", [sabotage.sample_in_chunks, sabotage.attend_in_two_passes])
+def test_other_ways_to_the_same_text(llm, whole, plain_answers, how):
+    (tokens, _), accepted = run_broken(llm, how)
+    assert tokens == plain_answers[0]
+    assert accepted == whole[1]
+
+
+def test_more_nodes_than_a_word_has_bits():
+    spec = engines.tree("eagle3", engines.EAGLE3, num_nodes=200, depth=5, top_k=12)
+    with engines.engine(None, **SETTINGS) as llm:
+        plain = engines.generate(llm, engines.prompts(2), max_tokens=16)
+    with engines.engine(spec, **SETTINGS) as llm:
+        assert engines.generate(llm, engines.prompts(2), max_tokens=16) == plain
+        stats = llm.collective_rpc("crossspec_stats")[0]["eagle3"]
+    assert stats["draft_tokens"] > 100 * stats["drafts"]
+    assert stats["accepted_tokens"] > stats["drafts"]
+
+
 def test_an_unknown_wish_is_refused(llm):
     from vllm import SamplingParams
 
