@@ -5,8 +5,9 @@ import pytest
 
 pytestmark = pytest.mark.e2e
 
-NEAR = 0.1
-"""Nats between the two tokens. bfloat16 has 8 bits: logits of 8 to 16 are 1/16 apart."""
+NEAR = 0.25
+"""Nats between the two tokens. bfloat16 has 8 bits: the target's logits of 8 to 16 come in steps of 1/16, and
+either of the two may be off by two of them."""
 SETTINGS = {"dtype": "bfloat16", "max_num_batched_tokens": 512}
 
 
@@ -48,4 +49,4 @@ def test_divergences_are_near_ties():
             found = divergences(plain, scores, greedy(llm)[0])
         print(f"{name}: {len(found)} of {len(plain)} texts diverge: {found}")
         assert len(found) <= len(plain) // 2
-        assert all(gap < NEAR for _, _, gap in found), (name, found)
+        assert all(gap <= NEAR for _, _, gap in found), (name, found)

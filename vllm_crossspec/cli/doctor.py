@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -229,7 +230,7 @@ def check_touch_points() -> list[Check]:
 
 def check_pocket() -> list[Check]:
     """The models of the demo: there, whole and readable."""
-    folders = ["target", *(name for name, config in METHODS.items() if config)]
+    folders = ["target", *sorted(set(re.findall(r"{pocket}/([\w.-]+)", json.dumps(METHODS))))]
     problems = [problem for name in folders if (problem := _model_problem(POCKET / name))]
     fix = "check out the repository whole (`git checkout -- vllm_crossspec/pocket`)"
     if problems:
