@@ -1,0 +1,155 @@
+"""The bookkeeping of what inactive drafters miss, against plain dictionaries, over random schedules."""
+
+import numpy as np
+import pytest
+import torch
+
+from vllm_crossspec.catchup.backlog import Backlog, StepRows, ranges
+from vllm_crossspec.catchup.kernels import locate, settle
+from vllm_crossspec.catchup.naive import locate_naive, settle_naive
+
+POISON = -7777
+
+
+def step_rows(slots, starts, counts, certain):
+    counts = np.array(counts, dtype=np.int64)
+    return StepRows(
+        np.array(slots, dtype=np.int64),
+        np.array(starts, dtype=np.int64),
+        np.cumsum(counts) - counts,
+        counts,
+        np.array(certain, dtype=np.int64),
+    )
+
+
+def test_ranges():
+    assert ranges(np.array([5, 0, 9]), np.array([2, 0, 3])).tolist() == [5, 6, 9, 10, 11]
+    assert ranges(np.array([], dtype=np.int64), np.array([], dtype=np.int64)).tolist() == []
+
+
+class Model:
+    """One drafter's cache as a dictionary, and the features as (slot, position) pairs, under a random schedule."""
+
+    def __init__(self, capacity, num_slots=4, seed=0):
+        self.rng = np.random.default_rng(seed)
+        self.backlog = Backlog(num_slots, capacity, 2, torch.float64, torch.device("cpu"))
+        self.computed = np.zeros(num_slots, dtype=np.int64)
+        self.cache = [{} for _ in range(num_slots)]
+        self.num_written = 0
+
+    def write(self, tokens, features):
+        for slot, position, row in zip(*map(list, tokens), strict=True):
+            assert position not in self.cache[slot], "written twice"
+            self.cache[slot][position] = tuple(features[row].tolist())
+            self.num_written += 1
+
+    def catch_up(self, slots, ends):
+        tokens = self.backlog.missed(slots, ends)
+        self.backlog.cached[slots] = np.maximum(self.backlog.cached[slots], ends)
+        self.write(tokens, self.backlog.features)
+
+    def step(self, slots, counts, certain, accepted):
+        """Rows of a step come in; ``accepted`` of each request's rows turn out to be right."""
+        backlog = self.backlog
+        rows = step_rows(slots, self.computed[slots], counts, certain)
+        values = [(slot, s + i) for slot, s, n in zip(slots, rows.starts, counts, strict=True) for i in range(n)]
+        features = torch.tensor(values, dtype=torch.float64).reshape(-1, 2)
+        crowded = backlog.crowded(rows)
+        self.catch_up(rows.slots[crowded], rows.starts[crowded])
+        written = np.where(backlog.oversized(rows), rows.certain - 1, 0)
+        for slot, start, first, count in zip(rows.slots, rows.starts, rows.firsts, written, strict=True):
+            for i in range(count):
+                self.cache[slot][start + i] = tuple(features[first + i].tolist())
+            if count:
+                backlog.cached[slot] = start + count
+        stored = rows.without(written)
+        kept = ranges(stored.firsts, stored.counts)
+        backlog.features[torch.from_numpy(backlog.place(stored))] = features[torch.from_numpy(kept)]
+        self.computed[slots] += accepted
+
+    def check(self, slot):
+        """The cache holds each cached position's own features; the buffer the rest."""
+        cached, computed = self.backlog.cached[slot], self.computed[slot]
+        assert self.cache[slot] == {p: (slot, p) for p in range(cached)}
+        rest = self.backlog.missed(np.array([slot]), np.array([computed]))
+        assert rest.positions.tolist() == list(range(cached, computed))
+        found = self.backlog.features[torch.from_numpy(rest.rows)]
+        assert found.tolist() == [[slot, p] for p in rest.positions]
+
+
+@pytest.mark.parametrize("capacity", [6, 17, 300])
+def test_random_schedules(capacity):
+    depth, model = 5, Model(capacity, seed=capacity)
+    rng = model.rng
+    for _ in range(400):
+        slots = np.flatnonzero(rng.random(4) < 0.7)
+        if not len(slots):
+            continue
+        prompt = rng.random(len(slots)) < 0.2
+        drafted = np.where(prompt, 0, rng.integers(0, depth + 1, len(slots)))
+        certain = np.where(prompt, rng.integers(1, 40, len(slots)), 1)
+        accepted = certain + rng.integers(0, drafted + 1)
+        model.step(slots, certain + drafted, certain, accepted)
+        for slot in slots:
+            model.check(slot)
+        chosen = slots[rng.random(len(slots)) < 0.3]
+        model.catch_up(chosen, model.computed[chosen] - 1)
+        for slot in chosen:  # the round itself writes the last token
+            last = model.computed[slot] - 1
+            row = model.backlog.rows_at(np.array([slot]), np.array([last]))[0]
+            model.cache[slot][last] = tuple(model.backlog.features[row].tolist())
+            model.backlog.cached[slot] += 1
+            model.check(slot)
+        for slot in np.flatnonzero(rng.random(4) < 0.02):  # another request takes the slot
+            model.cache[slot], model.computed[slot], model.backlog.cached[slot] = {}, 0, 0
+
+
+def test_a_wrong_offset_is_seen():
+    model = Model(8)
+    model.step(np.array([1]), np.array([3]), np.array([3]), np.array([3]))
+    model.backlog.features[8:16] = model.backlog.features[8:16].roll(1, 0)
+    with pytest.raises(AssertionError):
+        model.check(1)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3, 256, 300])
+def test_locate(num_tokens):
+    generator = torch.Generator().manual_seed(num_tokens)
+    block_table = torch.randint(0, 9, (5, 12), dtype=torch.int32, generator=generator)
+    token_ids = torch.randint(0, 4096, (5, 180), dtype=torch.int32, generator=generator)
+    slots = torch.randint(0, 5, (num_tokens,), generator=generator)
+    positions = torch.randint(0, 180, (num_tokens,), generator=generator)
+    kv_slots, following = torch.full((2, num_tokens), POISON, dtype=torch.int64)
+    locate(
+        slots=slots,
+        positions=positions,
+        block_table=block_table,
+        block_size=16,
+        all_token_ids=token_ids,
+        kv_slots=kv_slots,
+        next_tokens=following,
+        pad=-1,
+    )
+    wanted = locate_naive(slots, positions, block_table, 16, token_ids, -1)
+    assert torch.equal(kv_slots, wanted[0]) and torch.equal(following, wanted[1])
+    assert num_tokens < 3 or (kv_slots == -1).any()
+
+
+def test_settle():
+    idx_mapping = torch.tensor([2, 0, -1], dtype=torch.int32)
+    starts = torch.tensor([0, 8, 9, 9], dtype=torch.int32)
+    rejected = torch.tensor([5, 0, 0], dtype=torch.int32)
+    num_computed = torch.tensor([40, 41, 42], dtype=torch.int32)
+    last_rows = torch.full((3,), POISON, dtype=torch.int64)
+    computed = torch.full((3,), POISON, dtype=torch.int32)
+    settle(
+        idx_mapping=idx_mapping,
+        query_start_loc=starts,
+        num_rejected=rejected,
+        num_computed=num_computed,
+        last_rows=last_rows,
+        computed=computed,
+    )
+    wanted = settle_naive(idx_mapping, starts, rejected, num_computed)
+    assert torch.equal(last_rows, wanted[0]) and torch.equal(computed, wanted[1])
+    assert last_rows.tolist() == [2, 8, 8] and computed.tolist() == [42, 40, 0]

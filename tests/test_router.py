@@ -1,0 +1,284 @@
+"""Routers: a round from logits to routes, the thresholds that costs give, checkpoints on disk."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from routers import (
+    COSTS,
+    DTYPES,
+    NAMES,
+    POISON,
+    TOLERANCE,
+    expected_routes,
+    floats,
+    make_checkpoint,
+    make_facts,
+    make_router,
+    poisoned,
+    random_batch,
+)
+from safetensors.torch import load_file, save_file
+from steps import DEVICE, int32
+
+from vllm_crossspec.router import kernels, naive
+from vllm_crossspec.router.checkpoint import EntropyGain, check_router, read_router, save_router
+from vllm_crossspec.router.costs import ALWAYS, RoundCosts, auto_thresholds
+from vllm_crossspec.router.policies import policy_kind, policy_names
+
+
+class Launches:
+    """Counts the launches of the router's kernels."""
+
+    def __init__(self, monkeypatch):
+        self.names = []
+        for name in ("_entropy_parts_kernel", "_gain_parts_kernel", "_decide_kernel"):
+            monkeypatch.setattr(kernels, name, Counted(name, getattr(kernels, name), self.names))
+
+
+class Counted:
+    def __init__(self, name, kernel, names):
+        self.name, self.kernel, self.names = name, kernel, names
+
+    def __getitem__(self, grid):
+        self.names.append(self.name)
+        return self.kernel[grid]
+
+
+@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_round_from_logits_and_states_to_routes(policy, dtype, monkeypatch):
+    router = make_router(policy, dtype=dtype, costs=COSTS, thresholds=(7.5,) if policy == "entropy" else None)
+    generator = torch.Generator().manual_seed(3)
+    logits = (torch.randn(30, 5000, generator=generator) * torch.rand(30, 1, generator=generator) * 4).to(DEVICE, dtype)
+    hidden = torch.randn(30, 256, generator=generator).to(DEVICE, dtype)
+    launches = Launches(monkeypatch)
+    weights = [t.to(DEVICE) for t in make_checkpoint()[1:]]
+    weights[0] = weights[0].to(dtype)
+    seen = set()
+    for num_reqs in (1, 9, 12):
+        _, (mapping, sampled, previous, forced) = random_batch(num_reqs, 8, 2)
+        mapping, sampled = mapping[:num_reqs], sampled[:num_reqs]
+        num_reqs = mapping.shape[0]
+        router.previous[:], router.forced[:] = previous, forced
+        rows = torch.randint(0, 30, (num_reqs,), generator=generator).to(DEVICE)
+        routes = poisoned(12, dtype=torch.int32)
+        launches.names.clear()
+        router.observe_logits(logits, rows)
+        router.decide(hidden, rows, mapping, sampled, routes)
+        assert len(launches.names) == router.num_launches <= 3
+        decides = (mapping >= 0) & (sampled > 0)
+        true_entropy, true_gains = naive.entropy(logits[rows]), naive.gains(hidden[rows], *weights)
+        found = kernels.Decision(routes, router.entropy, router.gains)
+        if router.needs_logits:
+            torch.testing.assert_close(found.entropy[:num_reqs], true_entropy * decides, **TOLERANCE)
+        if router.needs_hidden:
+            torch.testing.assert_close(found.gains[:num_reqs], true_gains * decides[:, None], **TOLERANCE)
+        row = 0 if num_reqs == 1 else 1
+        costs = floats([COSTS.round_seconds(row), COSTS.switch[row]])
+        thresholds = floats(router.thresholds[row])
+        number = {"entropy": kernels.ENTROPY, "neural": kernels.NEURAL, "goodput": kernels.GOODPUT}.get(policy)
+        batch = (mapping, sampled, previous, forced)
+        if number is not None:
+            assert routes[:num_reqs].tolist() == expected_routes(number, found, batch, thresholds, costs, 4.0)
+        else:
+            assert routes[:num_reqs].tolist() == naive.settle([0] * num_reqs, *batch)
+        assert torch.equal(router.previous, previous) and (routes[num_reqs:] == POISON).all()
+        seen |= set(routes[:num_reqs].tolist())
+    assert policy == "fixed" or {0, 1} <= seen
+
+
+def test_policies_say_what_they_read():
+    needs = {name: (make_router(name).needs_logits, make_router(name).needs_hidden) for name in policy_names()}
+    assert needs == {
+        "fixed": (False, False),
+        "entropy": (True, False),
+        "neural": (False, True),
+        "goodput": (False, True),
+    }
+    assert all(policy_kind(name, "policy").description for name in policy_names())
+    with pytest.raises(
+        ValueError, match=r"^router\.policy: no routing policy is called 'entropie'; did you mean 'entrop"
+    ):
+        policy_kind("entropie", "router.policy")
+
+
+def test_the_registry_needs_neither_torch_nor_triton():
+    code = "import sys, vllm_crossspec.router.policies; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_slots_are_forgotten_and_wishes_granted():
+    router = make_router("fixed", fixed=0)
+    routes, rows = poisoned(12, dtype=torch.int32), torch.zeros(3, dtype=torch.int64, device=DEVICE)
+    router.forced[5], router.forced[6] = 1, 99
+    router.decide(None, rows, int32([5, 2, 6]), int32([1, 1, 1]), routes)
+    assert routes[:3].tolist() == [1, 0, 1]
+    assert router.previous[[5, 2, 6]].tolist() == [1, 0, 1]
+    router.release(torch.tensor([5, 6], device=DEVICE))
+    assert (router.previous == int32([-1, -1, 0] + [-1] * 9)).all() and (router.forced == -1).all()
+
+
+@pytest.mark.parametrize("policy", policy_names())
+def test_warming_up_changes_nothing(policy):
+    router = make_router(policy)
+    router.previous[:4], router.forced[:4] = 1, 0
+    router.warm_up(torch.zeros(1, 5000, device=DEVICE), torch.zeros(1, 256, device=DEVICE))
+    assert router.previous.tolist() == [1] * 4 + [-1] * 8 and router.forced.tolist() == [0] * 4 + [-1] * 8
+
+
+def test_memory_is_what_the_policy_needs():
+    fixed, entropy, neural = (make_router(name).num_bytes for name in ("fixed", "entropy", "neural"))
+    assert entropy - fixed == (12 * 2 * 3 - 3) * 4
+    assert neural - fixed == 4 * (256 * 32 + 32 + 32 + 12 * 8 - 1)
+
+
+# -- costs and thresholds -----------------------------------------------------------------------------------------
+
+
+def test_the_nearest_measured_batch_size_counts():
+    costs = RoundCosts((1, 4, 16), *(((1.0, 1.0),) * 3,) * 3)
+    assert [costs.row(n) for n in (1, 2, 3, 4, 10, 11, 16, 500)] == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert costs.round_seconds(1) == (2.0, 2.0)
+
+
+def test_neural_thresholds_break_even():
+    facts = make_facts(2)
+    rows = auto_thresholds("neural", COSTS, facts, 2)
+    for row, (tau,) in enumerate(rows):
+        ours, reference = COSTS.round_seconds(row)
+        assert math.isclose((4.0 + tau) / ours, 4.0 / reference)
+    assert rows == ((-2.0,), (3.0,))
+    same = RoundCosts((1,), ((1.0, 2.0, 1.5),), ((2.0, 1.0, 1.5),), ((0.1, 0.1, 0.1),))
+    assert auto_thresholds("neural", same, make_facts(3), 3) == ((0.0, 0.0),)
+    assert auto_thresholds("neural", None, facts, 2) == ((0.0,),)
+    assert auto_thresholds("goodput", COSTS, facts, 2) == ((0.0,), (0.0,))
+
+
+def test_entropy_thresholds_come_from_the_fit():
+    fit = EntropyGain((0.0, 0.5, 1.5, 3.0), ((-1.0, 0.5, 2.0, 3.5),))
+    facts = make_facts(2, fit=fit)
+    # Without costs: where the gain passes 0; else where it passes what a longer round must bring.
+    assert auto_thresholds("entropy", None, facts, 2) == ((0.5,),)
+    assert auto_thresholds("entropy", COSTS, facts, 2) == ((ALWAYS,), (3.0,))
+    even = make_facts(2, fit=EntropyGain((0.0, 1.0, 2.0), ((-1.0, 0.0, 1.0),)))
+    assert auto_thresholds("entropy", None, even, 2) == ((2.0,),)  # what gains nothing stays with the reference
+    dear = RoundCosts((1,), ((9.0, 1.0),), ((1.0, 1.0),), ((0.0, 0.0),))
+    assert auto_thresholds("entropy", dear, facts, 2) == ((math.inf,),)
+
+
+def test_entropy_thresholds_of_three_drafters_are_against_each_other():
+    fit = EntropyGain((0.0, 1.0, 2.0), ((-2.0, 0.5, 3.0), (-1.0, 1.0, 1.5)))
+    assert auto_thresholds("entropy", None, make_facts(3, fit=fit), 3) == ((2.0, 1.0),)
+    # A drafter that is never the best is never chosen.
+    fit = EntropyGain((0.0, 1.0), ((-2.0, 0.5), (-1.0, 1.0)))
+    assert auto_thresholds("entropy", None, make_facts(3, fit=fit), 3) == ((math.inf, 1.0),)
+
+
+def test_entropy_thresholds_without_a_fit_are_a_prior():
+    assert auto_thresholds("entropy", None, None, 2) == ((1.0,),)
+    assert auto_thresholds("entropy", COSTS, make_facts(2), 2) == ((1.0,), (1.0,))
+    assert auto_thresholds("entropy", None, None, 4) == ((1.5, 1.0, 0.5),)
+
+
+def test_thresholds_follow_costs_that_come_later():
+    router = make_router("neural")
+    routes, rows = poisoned(12, dtype=torch.int32), torch.zeros(8, dtype=torch.int64, device=DEVICE)
+    hidden = torch.zeros(1, 256, device=DEVICE)
+    arguments = (rows, torch.arange(8, dtype=torch.int32, device=DEVICE), int32([1] * 8), routes)
+    router.decide(hidden, *arguments)
+    gain, (before,) = float(router.gains[0, 0]), set(routes[:8].tolist())
+    # A round of our drafter so dear, or so cheap, that the other one is right.
+    factor = 1 + (2 * gain if gain > 0 else gain / 2) / 4
+    router.set_costs(RoundCosts((8,), ((factor, 1.0),), ((0.0, 0.0),), ((0.0, 0.0),)))
+    router.decide(hidden, *arguments)
+    assert math.isclose(router.thresholds[0][0], 4 * (factor - 1))
+    assert before == (0 if gain > 0 else 1) and set(routes[:8].tolist()) == {0 if gain > 4 * (factor - 1) else 1}
+    assert set(routes[:8].tolist()) != {before}
+
+
+# -- checkpoints --------------------------------------------------------------------------------------------------
+
+FIT = EntropyGain((0.0, 1.0), ((-0.5, 0.75),))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fit", [None, FIT])
+def test_checkpoints_come_back(tmp_path, dtype, fit):
+    saved = make_checkpoint(dtype=dtype, fit=fit)
+    save_router(tmp_path / "router", saved)
+    read = read_router(tmp_path / "router", hidden_size=256, drafters=NAMES[-2:], key="k")
+    assert read.facts == saved.facts
+    for a, b in zip(read[1:], saved[1:], strict=True):
+        assert a.dtype == dtype and torch.equal(a, b)
+
+
+def edit(**changes):
+    def write(folder):
+        content = json.loads((folder / "router.json").read_text()) | changes
+        (folder / "router.json").write_text(json.dumps({k: v for k, v in content.items() if v != "gone"}))
+
+    return write
+
+
+def retensor(**changes):
+    def write(folder):
+        tensors = load_file(folder / "model.safetensors") | {k.replace("_", "."): v for k, v in changes.items()}
+        save_file({k: v for k, v in tensors.items() if v is not None}, folder / "model.safetensors")
+
+    return write
+
+
+def cut_short(folder):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+
+
+DAMAGES = [
+    (lambda f: (f / "router.json").unlink(), "has no router.json; it is not a trained router"),
+    (lambda f: (f / "model.safetensors").unlink(), "has no model.safetensors; it is not a trained router"),
+    (lambda f: (f / "router.json").write_text("{"), "is not valid JSON"),
+    (lambda f: (f / "router.json").write_bytes(b"\xff\xfe\x00"), "is not valid JSON"),
+    (lambda f: (f / "router.json").write_text("[]"), "has format_version None, this version reads 1"),
+    (edit(format_version=2), "has format_version 2, this version reads 1"),
+    (edit(target="gone"), "has no 'target'"),
+    (edit(mean_lengths="abc"), "holds something of another kind"),
+    (edit(entropy_gain=[1]), "holds something of another kind"),
+    (edit(mean_lengths=[3.0]), "mean_lengths must be 2 lengths of 1 or more"),
+    (edit(mean_lengths=[0.5, 3.0]), "mean_lengths must be 2 lengths of 1 or more"),
+    (edit(drafters=["dflash"]), "drafters must be two or more different names"),
+    (edit(entropy_gain={"entropy": [0.5, 1.0], "gain": [[1, 2]]}), "entropy_gain.entropy must ascend from 0"),
+    (edit(entropy_gain={"entropy": [0.0, 1.0], "gain": [[1]]}), "entropy_gain.gain must be 1 rows of 2 numbers"),
+    (edit(hidden_size=128), "reads states of width 128 (of pocket), but the target has hidden size 256"),
+    (edit(drafters=["dflash", "ngram"]), "trained for the drafters dflash, ngram (in this order), not for ngram, df"),
+    (edit(drafters=["a", "b", "c"], mean_lengths=[2, 2, 2]), "trained for the drafters a, b, c (in this order)"),
+    (cut_short, "is damaged or cut short"),
+    (lambda f: (f / "model.safetensors").write_bytes(b""), "is damaged or cut short"),
+    (retensor(hidden_weight=torch.zeros(16, 256)), "hidden.weight of"),
+    (retensor(gain_bias=None), "gain.bias of"),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES)
+def test_checkpoints_that_do_not_fit_are_refused_by_their_headers(tmp_path, damage, message):
+    save_router(tmp_path, make_checkpoint())
+    damage(tmp_path)
+    with pytest.raises(ValueError) as refusal:
+        check_router(tmp_path, hidden_size=256, drafters=NAMES[-2:], key="router.model")
+    text = str(refusal.value)
+    assert text.startswith("router.model: ") and message in text and "\n" not in text
+    assert "crossspec train router" in text or "copy it again" in text
+
+
+def test_missing_folders_and_broken_numbers_are_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"^router\.model: there is no folder '.*nowhere'; train one with"):
+        check_router(tmp_path / "nowhere", hidden_size=256, drafters=NAMES[-2:], key="router.model")
+    checkpoint = make_checkpoint()
+    checkpoint.gain_bias[0] = float("nan")
+    save_router(tmp_path, checkpoint)
+    assert check_router(tmp_path, hidden_size=256, drafters=NAMES[-2:], key="router.model") == checkpoint.facts
+    with pytest.raises(ValueError, match=r"^router\.model: gain\.bias of .* holds values that are no numbers"):
+        read_router(tmp_path, hidden_size=256, drafters=NAMES[-2:], key="router.model")

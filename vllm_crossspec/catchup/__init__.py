@@ -1,0 +1,1 @@
+"""Lazy catch-up: what inactive drafters miss waits here until they are chosen (WhiFlash, section 3.4)."""

@@ -1,0 +1,116 @@
+"""Where tokens that a drafter missed go in its cache, and which tokens follow them; one launch a cache group."""
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _locate_kernel(
+    slots_ptr,  # int64 [n] request slot
+    positions_ptr,  # int64 [n]
+    block_table_ptr,  # int32 [S, max_blocks]
+    block_table_stride,
+    all_token_ids_ptr,  # int32 [S, max_model_len]
+    all_token_ids_stride,
+    kv_slots_ptr,  # int64 [n] out
+    next_tokens_ptr,  # int64 [n] out
+    num_tokens,
+    block_size,
+    last_position,
+    PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    live = token < num_tokens
+    slot = tl.load(slots_ptr + token, mask=live, other=0)
+    position = tl.load(positions_ptr + token, mask=live, other=0)
+    block = tl.load(block_table_ptr + slot * block_table_stride + position // block_size, mask=live, other=0)
+    kv_slot = block.to(tl.int64) * block_size + position % block_size
+    # Block 0 belongs to nobody: what a sliding window has dropped.
+    tl.store(kv_slots_ptr + token, tl.where(block == 0, PAD, kv_slot), mask=live)
+    following = tl.minimum(position + 1, last_position)
+    next_token = tl.load(all_token_ids_ptr + slot * all_token_ids_stride + following, mask=live, other=0)
+    tl.store(next_tokens_ptr + token, next_token.to(tl.int64), mask=live)
+
+
+def locate(
+    *,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    block_table: torch.Tensor,
+    block_size: int,
+    all_token_ids: torch.Tensor,
+    kv_slots: torch.Tensor,
+    next_tokens: torch.Tensor,
+    pad: int,
+) -> None:
+    """Find the cache slot of each token and the token after it.
+
+    Args:
+        slots: int64 [n] request slot of each token.
+        positions: int64 [n].
+        block_table: int32 [S, max_blocks] of every slot; 0 is no block.
+        block_size: tokens a block.
+        all_token_ids: int32 [S, L] prompt and accepted tokens of every slot.
+        kv_slots: int64 [n], written; ``pad`` where there is no block.
+        next_tokens: int64 [n], written; id of the token at the next position.
+        pad: the cache slot that is none.
+    """
+    num_tokens, block = slots.shape[0], 256
+    _locate_kernel[(triton.cdiv(num_tokens, block),)](
+        slots,
+        positions,
+        block_table,
+        block_table.stride(0),
+        all_token_ids,
+        all_token_ids.stride(0),
+        kv_slots,
+        next_tokens,
+        num_tokens,
+        block_size,
+        all_token_ids.shape[1] - 1,
+        PAD=pad,
+        BLOCK=block,
+    )
+
+
+@triton.jit
+def _settle_kernel(
+    idx_mapping_ptr,  # int [R]
+    query_start_loc_ptr,  # int32 [R + 1]
+    num_rejected_ptr,  # int32 [R]
+    num_computed_ptr,  # int32 [S]
+    last_rows_ptr,  # int64 [R] out
+    computed_ptr,  # int32 [R] out
+):
+    row = tl.program_id(0)
+    end = tl.load(query_start_loc_ptr + row + 1) - tl.load(num_rejected_ptr + row)
+    tl.store(last_rows_ptr + row, end.to(tl.int64) - 1)
+    slot = tl.load(idx_mapping_ptr + row).to(tl.int64)
+    computed = tl.load(num_computed_ptr + tl.maximum(slot, 0))
+    tl.store(computed_ptr + row, tl.where(slot < 0, 0, computed))
+
+
+def settle(
+    *,
+    idx_mapping: torch.Tensor,
+    query_start_loc: torch.Tensor,
+    num_rejected: torch.Tensor,
+    num_computed: torch.Tensor,
+    last_rows: torch.Tensor,
+    computed: torch.Tensor,
+) -> None:
+    """After a step: the row of each request's last accepted token, and how many tokens it has now.
+
+    Args:
+        idx_mapping: int [R] slot of each request; negative entries are padding.
+        query_start_loc: int32 [R + 1].
+        num_rejected: int32 [R].
+        num_computed: int32 [S], already counting this step.
+        last_rows: int64 [R], written.
+        computed: int32 [R], written.
+    """
+    _settle_kernel[(idx_mapping.shape[0],)](
+        idx_mapping, query_start_loc, num_rejected, num_computed, last_rows, computed
+    )

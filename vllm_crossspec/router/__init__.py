@@ -1,0 +1,1 @@
+"""Routing: which drafter drafts for a request in a round."""

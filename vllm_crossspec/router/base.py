@@ -1,0 +1,205 @@
+"""The router: once a round, it chooses a drafter for every request, on the device.
+
+Shape legend: R requests of the batch, S most requests, L logits rows, V vocabulary, T target tokens of the step,
+H hidden size, N drafters, the last of which is the reference, B measured batch sizes.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from vllm_crossspec.router import kernels
+from vllm_crossspec.router.checkpoint import RouterCheckpoint
+from vllm_crossspec.router.costs import RoundCosts, Table, auto_thresholds
+from vllm_crossspec.router.policies import policy_kind
+
+_RULES = {
+    "fixed": kernels.FIXED,
+    "entropy": kernels.ENTROPY,
+    "neural": kernels.NEURAL,
+    "goodput": kernels.GOODPUT,
+}
+
+
+class RouterSettings(NamedTuple):
+    """What a router goes by.
+
+    Attributes:
+        policy: an entry of the registry (``router.policies``).
+        drafters: [N] names in routing order.
+        thresholds: [N - 1] numbers for every batch size, or None for "auto": what ``costs`` and ``checkpoint`` say.
+        checkpoint: the trained router, if there is one.
+        costs: of a round, as measured; None where they were not: all drafters then cost the same.
+        fixed: number of the drafter of policy ``fixed``.
+    """
+
+    policy: str
+    drafters: tuple[str, ...]
+    thresholds: tuple[float, ...] | None = None
+    checkpoint: RouterCheckpoint | None = None
+    costs: RoundCosts | None = None
+    fixed: int = 0
+
+
+class Router:
+    """Routes a batch's requests; all buffers are allocated here, once.
+
+    Args:
+        settings: what it goes by.
+        hidden_size, vocab_size: H, V of the target.
+        max_num_reqs: S.
+        dtype: of the target's hidden states.
+        device: where all of it lives.
+
+    Attributes:
+        previous: int32 [S] by slot: the drafter that drafted last, -1 for none.
+        forced: int32 [S] by slot: the drafter that the request insists on, -1 for none.
+        entropy: float32 [S] nats, and gains: float32 [S, N - 1] tokens: what the last decision went by, by row of its
+            batch; only what the policy looks at.
+        num_launches: kernel launches of a round.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        *,
+        hidden_size: int,
+        vocab_size: int,
+        max_num_reqs: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        kind = policy_kind(settings.policy, "router.policy")
+        others = len(settings.drafters) - 1
+        assert others >= 1 and 0 <= settings.fixed <= others
+        assert settings.checkpoint is not None or not kind.needs_checkpoint
+        self.settings, self.device = settings, device
+        self.needs_logits, self.needs_hidden = kind.needs_logits, kind.needs_hidden
+        self.num_launches = 1 + self.needs_logits + self.needs_hidden
+
+        def filled(*shape: int, value: float = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+            return torch.full(shape, value, dtype=dtype, device=device)
+
+        self.previous = filled(max_num_reqs, value=-1, dtype=torch.int32)
+        self.forced = filled(max_num_reqs, value=-1, dtype=torch.int32)
+        self.entropy, self.gains = filled(max_num_reqs), filled(max_num_reqs, others)
+        # Buffers that the policy does not use are there all the same, of the smallest size: kernels take no None.
+        splits = kernels.entropy_splits(vocab_size) if self.needs_logits else 1
+        self._entropy_parts = filled(max_num_reqs if self.needs_logits else 1, splits, 3)
+        self._gain_bias = filled(others)
+        self._gain_parts = filled(1)
+        if self.needs_hidden:
+            assert settings.checkpoint is not None
+            self._load(settings.checkpoint, dtype)
+            assert self._w1.shape[1] == hidden_size and self._w2.shape[0] == others
+            blocks = kernels.max_gain_blocks(self._w1.shape[0])
+            self._gain_parts = filled(max_num_reqs * blocks * others)
+        lengths = settings.checkpoint.facts.mean_lengths if settings.checkpoint else (1.0,)
+        self._mean_length = filled(1, value=lengths[-1])
+        self.set_costs(settings.costs)
+
+    def _load(self, checkpoint: RouterCheckpoint, dtype: torch.dtype) -> None:
+        exact = {"device": self.device, "dtype": torch.float32}
+        self._w1 = checkpoint.hidden_weight.to(device=self.device, dtype=dtype).contiguous()
+        self._b1 = checkpoint.hidden_bias.to(**exact).contiguous()
+        self._w2 = checkpoint.gain_weight.to(**exact).contiguous()
+        self._gain_bias = checkpoint.gain_bias.to(**exact).contiguous()
+
+    @property
+    def num_bytes(self) -> int:
+        """Device memory of all buffers and weights."""
+        return sum(value.nbytes for value in vars(self).values() if isinstance(value, torch.Tensor))
+
+    def set_costs(self, costs: RoundCosts | None) -> None:
+        """Go by these costs from now on; "auto" thresholds follow them. Allocates: not for the decoding path.
+
+        Args:
+            costs: None where there are none: every round then costs the same, and a switch nothing.
+        """
+        settings, num_drafters = self.settings, len(self.settings.drafters)
+        self.costs = costs
+        facts = settings.checkpoint.facts if settings.checkpoint else None
+        if settings.thresholds is not None:
+            rows: Table = (settings.thresholds,) * (len(costs.batch_sizes) if costs else 1)
+        else:
+            rows = auto_thresholds(settings.policy, costs, facts, num_drafters)
+        self.thresholds = rows
+        seconds: list[tuple[tuple[float, ...], tuple[float, ...]]] = [((1.0,) * num_drafters, (0.0,) * num_drafters)]
+        if costs is not None:
+            seconds = [(costs.round_seconds(row), costs.switch[row]) for row in range(len(costs.batch_sizes))]
+        self._thresholds = torch.tensor(rows, dtype=torch.float32, device=self.device)
+        self._seconds = torch.tensor(seconds, dtype=torch.float32, device=self.device)
+
+    def warm_up(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> None:
+        """Compile every variant that batches of any size use, so that no request waits for it; changes no state.
+
+        Args:
+            logits: [at least 1, V] and hidden_states: [at least 1, H], of the types that come in rounds; unread.
+        """
+        padding = torch.full_like(self.previous, -1)
+        rows, sampled = padding.long(), torch.zeros_like(padding)
+        for num_reqs in kernels.batch_variants(self.previous.shape[0]):
+            self.observe_logits(logits, rows[:num_reqs])
+            self.decide(hidden_states, rows[:num_reqs], padding[:num_reqs], sampled, torch.empty_like(padding))
+
+    def observe_logits(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
+        """Take what the entropy needs from the target's logits: one launch, none where the policy needs no entropy.
+
+        The distribution is the one that the logits stand for as they come, at temperature 1, so that a threshold means
+        the same for greedy and for sampled requests.
+
+        Args:
+            logits: float [L, V] in any precision; -inf forbids a token.
+            rows: int64 [R] the row of each request's last accepted position; negative for none.
+        """
+        if self.needs_logits:
+            kernels.entropy_parts(logits=logits, rows=rows, parts=self._entropy_parts)
+
+    def decide(
+        self,
+        hidden_states: torch.Tensor,
+        rows: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        num_sampled: torch.Tensor,
+        out_routes: torch.Tensor,
+    ) -> None:
+        """Choose a drafter for every request: one launch, two where the policy reads the hidden state.
+
+        Args:
+            hidden_states: [T, H] final states of the target, after its last norm.
+            rows: int64 [R] the row of each request's last accepted position; negative for none.
+            idx_mapping: int [R] slot of each request, the same order as in :meth:`observe_logits`; negative: padding.
+            num_sampled: int32 [R] tokens accepted in this step; 0 inside a prompt.
+            out_routes: int32 [at least R], written: number of the drafter in routing order; -1 for padding and for
+                requests that are inside their prompts.
+        """
+        num_reqs, blocks = idx_mapping.shape[0], 1
+        if self.needs_hidden:
+            blocks = kernels.gain_parts(
+                hidden_states=hidden_states, rows=rows, w1=self._w1, b1=self._b1, w2=self._w2, parts=self._gain_parts
+            )
+        row = self.costs.row(num_reqs) if self.costs else 0
+        rule = kernels.Rule(
+            _RULES[self.settings.policy],
+            self.settings.fixed,
+            self._thresholds[row],
+            self._seconds[row],
+            self._mean_length,
+        )
+        kernels.decide(
+            rule=rule,
+            entropy_parts=self._entropy_parts,
+            gain_parts=self._gain_parts,
+            num_blocks=blocks,
+            b2=self._gain_bias,
+            idx_mapping=idx_mapping,
+            num_sampled=num_sampled,
+            previous=self.previous,
+            forced=self.forced,
+            out=kernels.Decision(out_routes, self.entropy, self.gains),
+        )
+
+    def release(self, slots: torch.Tensor) -> None:
+        """Forget what ``slots`` (int64 [n]) did and wanted, for the requests that come into them."""
+        self.previous[slots] = -1
+        self.forced[slots] = -1

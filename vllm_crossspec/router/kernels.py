@@ -1,0 +1,458 @@
+"""The router's decision in at most three launches: entropy of the target, its gains, and what follows from them.
+
+Shape legend: R requests of the batch, S request slots, L logits rows, V vocabulary, T target tokens of the step,
+H hidden size, m middle size of the router (H // 8), N drafters, the last of which is the reference.
+
+No launch makes a float32 copy of the logits, or anything else of the vocabulary's size: a part of a row becomes three
+numbers in registers. No launch uses atomics: the same inputs give the same bits.
+
+What they move, on an H100 (3.35 TB/s) with V = 151,936 and H = 4096 in bfloat16, m = 512, N = 2; estimates, not
+measured: entropy 0.3 MB a request (1 request: 38 programs, about 2 us; 256: 78 MB, about 25 us); gains 4.2 MB of
+weights, once for up to 64 requests (1 request: 128 programs of a matrix-vector product, about 2 us; 256: 128 programs
+over tiles that the L2 cache holds, about 15 us); decide a few kB (about 2 us). A launch in a CUDA graph adds 1 to 2 us.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+FIXED, ENTROPY, NEURAL, GOODPUT = 0, 1, 2, 3
+"""What ``decide`` knows to do; see its docstring."""
+
+ENTROPY_BLOCK = 4096
+"""Logits of a program: 32 a thread."""
+
+_FIXED, _ENTROPY, _NEURAL, _GOODPUT = (tl.constexpr(policy) for policy in (FIXED, ENTROPY, NEURAL, GOODPUT))
+_MATRIX_ROWS = 5  # from so many requests on, tensor cores beat reading the weights once for each of them
+_WIDE_ROWS = 65  # and from so many on, wide tiles beat reading the weights once for every 16 requests
+_VECTOR_MIDDLE = 4  # middle units of a program for few requests: enough programs for every processor
+_DECIDE_ROWS = 16
+
+
+# Batches of every size are served; a variant for each divisibility would be compiled in the middle of serving.
+@triton.jit(do_not_specialize=["num_logits", "num_rows"])
+def _entropy_parts_kernel(
+    logits_ptr,  # float [L, V]
+    logits_stride,
+    num_logits,
+    vocab_size,
+    rows_ptr,  # int64 [R]
+    num_rows,
+    parts_ptr,  # float32 [R, splits, 3]
+    parts_stride,
+    BLOCK_R: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    split = tl.program_id(1)
+    v = split * BLOCK_V + tl.arange(0, BLOCK_V)
+    row = tl.load(rows_ptr + r, mask=r < num_rows, other=-1).to(tl.int64)
+    # Replays of a captured graph see stale rows, so that none of them is trusted with an address.
+    wanted = (row >= 0) & (row < num_logits)
+    element = wanted[:, None] & (v < vocab_size)[None, :]
+    x = tl.load(logits_ptr + (row * logits_stride)[:, None] + v[None, :], mask=element, other=float("-inf"))
+    x = x.to(tl.float32)
+    # Tokens that a grammar forbids are at -inf, perhaps all of this part: -inf - -inf and 0 * -inf are no numbers.
+    # A NaN compares false and so counts as forbidden.
+    possible = x > float("-inf")
+    maximum = tl.max(tl.where(possible, x, float("-inf")), axis=1)
+    shift = tl.where(maximum == float("-inf"), 0.0, maximum)
+    x = tl.where(possible, x, shift[:, None]) - shift[:, None]
+    weight = tl.where(possible, tl.exp(x), 0.0)
+    out = parts_ptr + r.to(tl.int64) * parts_stride + split * 3
+    inside = r < num_rows
+    tl.store(out, maximum, mask=inside)
+    tl.store(out + 1, tl.sum(weight, axis=1), mask=inside)
+    tl.store(out + 2, tl.sum(x * weight, axis=1), mask=inside)
+
+
+def entropy_splits(vocab_size: int) -> int:
+    """Parts into which :func:`entropy_parts` cuts a row of logits."""
+    return -(-vocab_size // ENTROPY_BLOCK)
+
+
+def entropy_parts(*, logits: torch.Tensor, rows: torch.Tensor, parts: torch.Tensor) -> None:
+    """Reduce chosen rows of logits to what their entropy needs, part by part; one launch.
+
+    With M the largest logit x of a part: M, Z = sum of exp(x - M), and sum of (x - M) exp(x - M). The entropy of a
+    whole row is ln Z - T / Z of all its parts, brought to one M; :func:`decide` does that.
+
+    Args:
+        logits: float [L, V] in any precision; read once, in its own type. -inf forbids a token; it counts for nothing.
+        rows: int64 [R] the logits row of each request; rows outside 0..L-1 are padding and not read.
+        parts: float32 [at least R, splits, 3], its first R rows are written; (-inf, 0, 0) for padding.
+    """
+    num_rows, splits = rows.shape[0], parts.shape[1]
+    assert logits.stride(1) == 1 and parts.is_contiguous() and parts.shape[0] >= num_rows
+    assert splits == entropy_splits(logits.shape[1]) and parts.shape[2] == 3
+    # Interpreted, the number of programs is what costs, not their size.
+    block_r = min(16, triton.next_power_of_2(num_rows)) if triton.knobs.runtime.interpret else 1
+    _entropy_parts_kernel[(triton.cdiv(num_rows, block_r), splits)](
+        logits,
+        logits.stride(0),
+        logits.shape[0],
+        logits.shape[1],
+        rows,
+        num_rows,
+        parts,
+        parts.stride(0),
+        BLOCK_R=block_r,
+        BLOCK_V=ENTROPY_BLOCK,
+    )
+
+
+@triton.jit(do_not_specialize=["num_hidden", "num_rows"])
+def _gain_parts_kernel(
+    hidden_ptr,  # float [T, H]
+    hidden_stride,
+    num_hidden,
+    rows_ptr,  # int64 [R]
+    num_rows,
+    w1_ptr,  # [m, H], of the hidden states' type
+    b1_ptr,  # float32 [m]
+    w2_ptr,  # float32 [N - 1, m]
+    parts_ptr,  # float32 [R, blocks, N - 1]
+    parts_stride,
+    middle,
+    HIDDEN: tl.constexpr,
+    GAINS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    PRECISION: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    block = tl.program_id(1)
+    j = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    is_middle = j < middle
+    row = tl.load(rows_ptr + r, mask=r < num_rows, other=-1).to(tl.int64)
+    wanted = (row >= 0) & (row < num_hidden)
+    hidden_row = hidden_ptr + tl.where(wanted, row, 0) * hidden_stride
+    w1_row = w1_ptr + j.to(tl.int64) * HIDDEN
+    h = tl.arange(0, BLOCK_H)
+    if BLOCK_R == 1:
+        products = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
+        for start in range(0, HIDDEN, BLOCK_H):
+            column = start + h
+            inside = column < HIDDEN
+            states = tl.load(hidden_row[:, None] + column[None, :], mask=wanted[:, None] & inside[None, :], other=0.0)
+            element = is_middle[:, None] & inside[None, :]
+            weights = tl.load(w1_row[:, None] + column[None, :], mask=element, other=0.0)
+            products += weights.to(tl.float32) * states.to(tl.float32)
+        total = tl.sum(products, axis=1)[None, :]
+    else:
+        total = tl.zeros([BLOCK_R, BLOCK_M], tl.float32)
+        for start in range(0, HIDDEN, BLOCK_H):
+            column = start + h
+            inside = column < HIDDEN
+            states = tl.load(hidden_row[:, None] + column[None, :], mask=wanted[:, None] & inside[None, :], other=0.0)
+            element = is_middle[:, None] & inside[None, :]
+            weights = tl.load(w1_row[:, None] + column[None, :], mask=element, other=0.0)
+            total += tl.dot(states.to(OPERAND), tl.trans(weights.to(OPERAND)), input_precision=PRECISION)
+
+    total += tl.load(b1_ptr + j, mask=is_middle, other=0.0)[None, :]
+    active = 0.5 * total * (1.0 + tl.erf(total * 0.7071067811865476))
+    out = parts_ptr + r.to(tl.int64) * parts_stride + block * GAINS
+    for gain in tl.static_range(GAINS):
+        w2 = tl.load(w2_ptr + gain * middle + j, mask=is_middle, other=0.0)
+        tl.store(out + gain, tl.sum(active * w2[None, :], axis=1), mask=r < num_rows)
+
+
+class GainTiles(NamedTuple):
+    """How :func:`gain_parts` cuts its work.
+
+    Attributes:
+        rows: requests of a program; 1 is a matrix-vector product without tensor cores.
+        middle: middle units of a program.
+        hidden: hidden units of a step.
+    """
+
+    rows: int
+    middle: int
+    hidden: int
+
+
+def gain_tiles(num_rows: int, is_exact: bool) -> GainTiles:
+    """The tiles that suit ``num_rows`` requests; ``is_exact`` for float32, which takes registers, not tensor cores."""
+    if triton.knobs.runtime.interpret:  # there the number of programs is what costs, not their size
+        return GainTiles(min(64, triton.next_power_of_2(num_rows)), 64, 256)
+    if num_rows < _MATRIX_ROWS:
+        return GainTiles(1, _VECTOR_MIDDLE, 1024)
+    return GainTiles(16 if num_rows < _WIDE_ROWS or is_exact else 64, 16, 64 if is_exact else 128)
+
+
+def batch_variants(max_num_reqs: int) -> list[int]:
+    """Batch sizes, one for each variant of the kernels that batches of up to ``max_num_reqs`` requests use."""
+    return [num_reqs for num_reqs in (1, _MATRIX_ROWS, _WIDE_ROWS) if num_reqs <= max_num_reqs]
+
+
+def max_gain_blocks(middle: int) -> int:
+    """Most parts that :func:`gain_parts` writes of a request, whatever its tiles."""
+    return -(-middle // _VECTOR_MIDDLE)
+
+
+def gain_parts(
+    *,
+    hidden_states: torch.Tensor,
+    rows: torch.Tensor,
+    w1: torch.Tensor,
+    b1: torch.Tensor,
+    w2: torch.Tensor,
+    parts: torch.Tensor,
+    tiles: GainTiles | None = None,
+) -> int:
+    """The router's network up to the last sum: GELU(h W1' + b1) W2', part by part of the middle layer; one launch.
+
+    WhiFlash's neural policy (Kwon et al. 2026, section 3.3.2 and appendix A), with one output for each drafter but the
+    reference. The GELU is the exact one (erf); sums are in float32, whatever the weights are in.
+
+    Args:
+        hidden_states: float [T, H] final states of the target.
+        rows: int64 [R] the row of each request; rows outside 0..T-1 are padding, whose state counts as 0.
+        w1: [m, H] contiguous, of the states' type.
+        b1: float32 [m].
+        w2: float32 [N - 1, m] contiguous.
+        parts: float32, at least R * max_gain_blocks(m) * (N - 1) of them; written as [R, blocks, N - 1].
+        tiles: how the work is cut; chosen by R where None.
+
+    Returns:
+        blocks, the parts of a request.
+    """
+    num_rows, (middle, hidden_size), num_gains = rows.shape[0], w1.shape, w2.shape[0]
+    is_exact = hidden_states.dtype == torch.float32
+    tiles = tiles or gain_tiles(num_rows, is_exact)
+    blocks: int = -(-middle // tiles.middle)
+    assert hidden_states.stride(1) == 1 and w1.is_contiguous() and w2.is_contiguous() and parts.is_contiguous()
+    assert hidden_states.shape[1] == hidden_size and hidden_states.dtype == w1.dtype
+    assert parts.numel() >= num_rows * blocks * num_gains
+    _gain_parts_kernel[(triton.cdiv(num_rows, tiles.rows), blocks)](
+        hidden_states,
+        hidden_states.stride(0),
+        hidden_states.shape[0],
+        rows,
+        num_rows,
+        w1,
+        b1,
+        w2,
+        parts,
+        blocks * num_gains,
+        middle,
+        HIDDEN=hidden_size,
+        GAINS=num_gains,
+        BLOCK_R=tiles.rows,
+        BLOCK_M=tiles.middle,
+        BLOCK_H=tiles.hidden,
+        PRECISION="ieee" if is_exact else "tf32",
+        OPERAND=_operand_type(hidden_states.dtype),
+    )
+    return blocks
+
+
+def _operand_type(dtype: torch.dtype) -> tl.dtype:
+    """What the tensor cores multiply: the inputs' own type. The interpreter would multiply bfloat16's bits."""
+    if triton.knobs.runtime.interpret:
+        return tl.float32
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
+
+
+class Rule(NamedTuple):
+    """What a decision goes by; tensors live on the device, so that a captured graph sees their changes.
+
+    Attributes:
+        policy: FIXED, ENTROPY, NEURAL or GOODPUT.
+        fixed: drafter of FIXED.
+        thresholds: float32 [N - 1] of ENTROPY (nats) and NEURAL (tokens).
+        costs: float32 [2, N] of GOODPUT, for the current batch size: seconds of a round (draft and verification) with
+            each drafter, and of a switch to it.
+        mean_length: float32 [1] of GOODPUT: mean acceptance length of the reference, tokens.
+    """
+
+    policy: int
+    fixed: int
+    thresholds: torch.Tensor
+    costs: torch.Tensor
+    mean_length: torch.Tensor
+
+
+class Decision(NamedTuple):
+    """Where a decision is written; at least R rows each.
+
+    Attributes:
+        routes: int32 [R] drafter of each request, -1 for none.
+        entropy: float32 [R] nats, written under ENTROPY; 0 where there is no route.
+        gains: float32 [R, N - 1] contiguous, predicted tokens by which each drafter beats the reference; written under
+            NEURAL and GOODPUT; 0 where there is no route.
+    """
+
+    routes: torch.Tensor
+    entropy: torch.Tensor
+    gains: torch.Tensor
+
+
+@triton.jit
+def _merged_entropy(parts, split, is_part):
+    """Entropy [BLOCK_R] of rows whose parts begin at ``parts`` [BLOCK_R, 1]."""
+    at = parts + (split * 3)[None, :]
+    maxima = tl.load(at, mask=is_part, other=float("-inf"))
+    sums = tl.load(at + 1, mask=is_part, other=0.0)
+    moments = tl.load(at + 2, mask=is_part, other=0.0)
+    maximum = tl.max(maxima, axis=1)
+    shift = tl.where(maximum == float("-inf"), 0.0, maximum)[:, None]
+    distance = tl.where(maxima > float("-inf"), maxima, shift) - shift
+    weight = tl.exp(distance)
+    total = tl.sum(sums * weight, axis=1)
+    moment = tl.sum((moments + sums * distance) * weight, axis=1)
+    total = tl.where(total > 0, total, 1.0)
+    # Rounding may leave a certain token a hair below 0.
+    return tl.maximum(tl.log(total) - moment / total, 0.0)
+
+
+# Thresholds and costs are rows of small tables, each with an alignment of its own.
+@triton.jit(
+    do_not_specialize=["num_rows", "fixed"],
+    do_not_specialize_on_alignment=["thresholds_ptr", "costs_ptr"],
+)
+def _decide_kernel(
+    entropy_parts_ptr,  # float32 [R, splits, 3]
+    gain_parts_ptr,  # float32 [R, blocks, N - 1]
+    b2_ptr,  # float32 [N - 1]
+    thresholds_ptr,  # float32 [N - 1]
+    costs_ptr,  # float32 [2, N]
+    mean_length_ptr,  # float32 [1]
+    idx_mapping_ptr,  # int [R]
+    num_sampled_ptr,  # int32 [R]
+    num_rows,
+    previous_ptr,  # int32 [S]
+    forced_ptr,  # int32 [S]
+    routes_ptr,  # int32 [R]
+    entropy_ptr,  # float32 [R]
+    gains_ptr,  # float32 [R, N - 1]
+    fixed,
+    POLICY: tl.constexpr,
+    GAINS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    r = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
+    inside = r < num_rows
+    slot = tl.load(idx_mapping_ptr + r, mask=inside, other=-1).to(tl.int64)
+    sampled = tl.load(num_sampled_ptr + r, mask=inside, other=0)
+    decides = (slot >= 0) & (sampled > 0)
+    slot = tl.where(decides, slot, 0)
+    previous = tl.load(previous_ptr + slot, mask=decides, other=-1)
+    forced = tl.load(forced_ptr + slot, mask=decides, other=-1)
+    r = r.to(tl.int64)
+
+    # The reference is the last drafter, and every rule begins with it.
+    route = tl.full([BLOCK_R], GAINS, tl.int32)
+    if POLICY == _FIXED:
+        route = tl.zeros([BLOCK_R], tl.int32) + fixed
+    elif POLICY == _ENTROPY:
+        split = tl.arange(0, BLOCK_S)
+        is_part = decides[:, None] & (split < SPLITS)[None, :]
+        entropy = _merged_entropy(entropy_parts_ptr + (r * SPLITS * 3)[:, None], split, is_part)
+        entropy = tl.where(decides, entropy, 0.0)
+        tl.store(entropy_ptr + r, entropy, mask=inside)
+        for i in tl.static_range(GAINS):
+            drafter = GAINS - 1 - i
+            route = tl.where(entropy > tl.load(thresholds_ptr + drafter), drafter, route)
+    else:
+        block = tl.arange(0, BLOCK_B)
+        is_part = decides[:, None] & (block < BLOCKS)[None, :]
+        parts = gain_parts_ptr + (r * BLOCKS * GAINS)[:, None] + (block * GAINS)[None, :]
+        best = tl.zeros([BLOCK_R], tl.float32)
+        mean_length = tl.load(mean_length_ptr)
+        if POLICY == _GOODPUT:
+            is_switch = (previous >= 0) & (previous != GAINS)
+            switch = tl.where(is_switch, tl.load(costs_ptr + GAINS + 1 + GAINS), 0.0)
+            best = tl.div_rn(tl.maximum(mean_length, 1.0), tl.load(costs_ptr + GAINS) + switch)
+        for drafter in tl.static_range(GAINS):
+            gain = tl.sum(tl.load(parts + drafter, mask=is_part, other=0.0), axis=1) + tl.load(b2_ptr + drafter)
+            gain = tl.where(decides, gain, 0.0)
+            tl.store(gains_ptr + r * GAINS + drafter, gain, mask=inside)
+            if POLICY == _NEURAL:
+                value = gain - tl.load(thresholds_ptr + drafter)
+                is_better = value > best
+            else:
+                is_switch = (previous >= 0) & (previous != drafter)
+                switch = tl.where(is_switch, tl.load(costs_ptr + GAINS + 1 + drafter), 0.0)
+                # A round yields the target's own token at least.
+                value = tl.div_rn(tl.maximum(mean_length + gain, 1.0), tl.load(costs_ptr + drafter) + switch)
+                is_better = (value > best) | ((value == best) & (previous == drafter))
+            best = tl.where(is_better, value, best)
+            route = tl.where(is_better, drafter, route)
+
+    route = tl.where(forced >= 0, tl.minimum(forced, GAINS), route)
+    tl.store(routes_ptr + r, tl.where(decides, route, -1), mask=inside)
+    tl.store(previous_ptr + slot, route, mask=decides)
+
+
+def decide(
+    *,
+    rule: Rule,
+    entropy_parts: torch.Tensor,
+    gain_parts: torch.Tensor,
+    num_blocks: int,
+    b2: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    num_sampled: torch.Tensor,
+    previous: torch.Tensor,
+    forced: torch.Tensor,
+    out: Decision,
+) -> None:
+    """Put the parts together and choose a drafter for every request; one launch, 16 requests a program.
+
+    FIXED: always the same. ENTROPY: the first drafter i with entropy > threshold i, else the reference (WhiFlash,
+    section 3.3.1; thresholds fall). NEURAL: the drafter with the largest gain - threshold if that is above 0, else the
+    reference (section 3.3.2). GOODPUT: the largest (mean length + gain) / (round + switch if it did not draft last),
+    that is tokens per second, counting at least one token a round. Ties go to the reference, then to the smaller
+    number; under GOODPUT first of all to the drafter that drafted last.
+
+    Args:
+        rule: what the decision goes by.
+        entropy_parts: float32 [at least R, splits, 3] from :func:`entropy_parts`; read under ENTROPY.
+        gain_parts: float32, from :func:`gain_parts`; read under NEURAL and GOODPUT.
+        num_blocks: what :func:`gain_parts` returned; 1 where it did not run.
+        b2: float32 [N - 1] the router's last bias.
+        idx_mapping: int [R] slot of each request; negative for padding.
+        num_sampled: int32 [at least R] accepted tokens; 0 inside a prompt.
+        previous: int32 [S] last drafter of every slot, -1 for none; takes the new one. Rows that are padding or inside
+            a prompt get route -1 and leave it alone.
+        forced: int32 [S] drafter that a slot's request insists on, -1 for none.
+        out: written.
+    """
+    num_rows, num_gains = idx_mapping.shape[0], rule.thresholds.shape[0]
+    splits = entropy_parts.shape[1]
+    assert rule.costs.shape == (2, num_gains + 1) and rule.costs.is_contiguous() and rule.thresholds.is_contiguous()
+    assert out.gains.shape[1] == num_gains and out.gains.is_contiguous() and out.routes.shape[0] >= num_rows
+    _decide_kernel[(triton.cdiv(num_rows, _DECIDE_ROWS),)](
+        entropy_parts,
+        gain_parts,
+        b2,
+        rule.thresholds,
+        rule.costs,
+        rule.mean_length,
+        idx_mapping,
+        num_sampled,
+        num_rows,
+        previous,
+        forced,
+        out.routes,
+        out.entropy,
+        out.gains,
+        rule.fixed,
+        POLICY=rule.policy,
+        GAINS=num_gains,
+        SPLITS=splits,
+        BLOCKS=num_blocks,
+        BLOCK_R=_DECIDE_ROWS,
+        BLOCK_S=triton.next_power_of_2(splits),
+        BLOCK_B=triton.next_power_of_2(num_blocks),
+    )

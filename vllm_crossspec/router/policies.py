@@ -1,0 +1,72 @@
+"""The registry of routing policies. It needs neither torch nor Triton, so that configurations are checked quickly."""
+
+import difflib
+from typing import NamedTuple
+
+
+class PolicyKind(NamedTuple):
+    """One way to choose a drafter.
+
+    Attributes:
+        name: as users write it.
+        description: one line, for messages and ``--help``.
+        needs_logits: reads the target's logits (their entropy).
+        needs_hidden: reads the target's final hidden state.
+        needs_checkpoint: cannot do without a trained router.
+        uses_costs: weighs the drafters' costs in every round; for the others they only set "auto" thresholds.
+        takes_threshold: has thresholds that users may set.
+    """
+
+    name: str
+    description: str
+    needs_logits: bool = False
+    needs_hidden: bool = False
+    needs_checkpoint: bool = False
+    uses_costs: bool = False
+    takes_threshold: bool = False
+
+
+_KINDS = {
+    kind.name: kind
+    for kind in (
+        PolicyKind("fixed", "always the same drafter"),
+        PolicyKind(
+            "entropy",
+            "the autoregressive drafter where the target is uncertain: entropy above a threshold, nats",
+            needs_logits=True,
+            takes_threshold=True,
+        ),
+        PolicyKind(
+            "neural",
+            "a trained router predicts how many more tokens each drafter would have accepted than the reference",
+            needs_hidden=True,
+            needs_checkpoint=True,
+            takes_threshold=True,
+        ),
+        PolicyKind(
+            "goodput",
+            "most expected tokens per second, from a trained router's gains and the costs measured at start-up",
+            needs_hidden=True,
+            needs_checkpoint=True,
+            uses_costs=True,
+        ),
+    )
+}
+
+
+def policy_names() -> tuple[str, ...]:
+    """Names of all policies."""
+    return tuple(_KINDS)
+
+
+def policy_kind(name: str, key: str) -> PolicyKind:
+    """The policy called ``name``.
+
+    Raises:
+        ValueError: there is none; the sentence names ``key`` and the nearest policy.
+    """
+    if name not in _KINDS:
+        close = difflib.get_close_matches(str(name), _KINDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(_KINDS)}"
+        raise ValueError(f"{key}: no routing policy is called {name!r}; {hint}")
+    return _KINDS[name]

@@ -1,0 +1,224 @@
+"""Decoding with any routing rule, walked over records: no engine, and every rule sees the same texts.
+
+A record (see ``training.records``) says what a round that begins at a token would yield with each drafter. A rule picks
+a drafter at the first record of a text, the walk jumps over the tokens of that round, the rule picks again, to the end
+of the text. That is exact for texts whose drafts do not depend on how the text was reached, which is so for every
+drafter here: its cache holds the accepted tokens, whoever drafted them.
+
+Tokens a round are counted over whole texts, the round that reaches the end with the tokens that were left.
+Shape legend: T texts, M records, N drafters in routing order (the last is the reference).
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from vllm_crossspec.router.costs import RoundCosts
+
+Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""(records int64 [A], drafters of the rounds before int64 [A], -1 at the beginning) -> drafters int64 [A]."""
+
+
+class Trajectories(NamedTuple):
+    """What rules walk over.
+
+    Attributes:
+        lengths: int64 [M, N] tokens that a round yields, the target's own included.
+        known: int64 [M] tokens of the text after the record's; a round yields no more.
+        starts, ends: int64 [T] records of each text.
+    """
+
+    lengths: torch.Tensor
+    known: torch.Tensor
+    starts: torch.Tensor
+    ends: torch.Tensor
+
+
+class Outcome(NamedTuple):
+    """What a rule did, by text.
+
+    Attributes:
+        tokens: int64 [T] generated after the first of each text, which its prompt's pass gives.
+        rounds: int64 [T, N] by drafter.
+        switches: int64 [T, N] rounds whose drafter was not that of the round before, by the drafter switched to.
+    """
+
+    tokens: torch.Tensor
+    rounds: torch.Tensor
+    switches: torch.Tensor
+
+    def of(self, texts: Sequence[int]) -> "Outcome":
+        """The same of some texts."""
+        return Outcome(*(part[list(texts)] for part in self))
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens a round over all texts; 0 where there was none."""
+        return float(self.tokens.sum()) / max(int(self.rounds.sum()), 1)
+
+    @property
+    def shares(self) -> list[float]:
+        """[N] share of the rounds that each drafter drafted."""
+        return (self.rounds.sum(dim=0) / max(int(self.rounds.sum()), 1)).tolist()
+
+    @property
+    def num_switches(self) -> int:
+        """Of all texts."""
+        return int(self.switches.sum())
+
+    def tokens_per_second(self, costs: RoundCosts, batch_size: int = 1) -> float:
+        """Of one request in a batch of this size: its tokens over its rounds' drafts, verifications and switches."""
+        row = costs.row(batch_size)
+        seconds = self.rounds.sum(dim=0).double() @ torch.tensor(costs.round_seconds(row), dtype=torch.float64)
+        seconds += self.switches.sum(dim=0).double() @ torch.tensor(costs.switch[row], dtype=torch.float64)
+        return float(self.tokens.sum()) / float(seconds) if seconds > 0 else 0.0
+
+
+def walk(
+    trajectories: Trajectories, rule: Rule, on_round: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+) -> Outcome:
+    """Decode all texts side by side with a rule.
+
+    Args:
+        trajectories: of the texts.
+        rule: asked once a round, for all texts that are not at their end.
+        on_round: called with the records and the drafters of every round, for pictures.
+    """
+    lengths, known, starts, ends = trajectories
+    num_texts, num_drafters = starts.shape[0], lengths.shape[1]
+    steps = torch.minimum(lengths, known[:, None]).clamp(min=1)
+    rounds = torch.zeros(num_texts, num_drafters, dtype=torch.int64)
+    switches = torch.zeros_like(rounds)
+    texts = (starts < ends).nonzero()[:, 0]
+    at, before = starts[texts], torch.full_like(texts, -1)
+    while len(texts):
+        drafters = rule(at, before)
+        if on_round is not None:
+            on_round(at, drafters)
+        rounds[texts, drafters] += 1
+        switches[texts, drafters] += (before >= 0) & (before != drafters)
+        at = at + steps[at, drafters]
+        goes_on = at < ends[texts]
+        texts, at, before = texts[goes_on], at[goes_on], drafters[goes_on]
+    return Outcome(ends - starts, rounds, switches)
+
+
+# -- rules ----------------------------------------------------------------------------------------------------
+
+
+def by_record(routes: torch.Tensor) -> Rule:
+    """A rule that was worked out beforehand: int64 [M] drafter of every record."""
+    return lambda at, before: routes[at]
+
+
+def always(drafter: int) -> Rule:
+    """One drafter alone."""
+    return lambda at, before: torch.full_like(at, drafter)
+
+
+def by_entropy(entropy: torch.Tensor, thresholds: Sequence[float]) -> Rule:
+    """WhiFlash-Entropy (section 3.3.1): the first drafter whose threshold the entropy exceeds, else the reference.
+
+    Args:
+        entropy: [M] nats.
+        thresholds: [N - 1], falling.
+    """
+    return by_record(_first_true(torch.stack([entropy > threshold for threshold in thresholds], dim=1)))
+
+
+def by_gain(gains: torch.Tensor, thresholds: Sequence[float]) -> Rule:
+    """WhiFlash-Neural (section 3.3.2): the drafter whose gain most exceeds its threshold, else the reference.
+
+    Args:
+        gains: [M, N - 1] tokens, predicted or true.
+        thresholds: [N - 1].
+    """
+    above = gains - torch.tensor(thresholds, dtype=gains.dtype)
+    best = above.max(dim=1)
+    return by_record(torch.where(best.values > 0, best.indices, gains.shape[1]))
+
+
+def by_goodput(gains: torch.Tensor, reference_length: float, costs: RoundCosts, batch_size: int = 1) -> Rule:
+    """Most expected tokens a second, the cost of a switch included; ties stay with the drafter before.
+
+    Args:
+        gains: [M, N - 1] tokens, predicted.
+        reference_length: mean length of the reference, tokens.
+        costs: of a round.
+        batch_size: requests in a step.
+    """
+    row = costs.row(batch_size)
+    seconds, switch = torch.tensor(costs.round_seconds(row)), torch.tensor(costs.switch[row])
+    expected = torch.cat([reference_length + gains, torch.full((len(gains), 1), reference_length)], dim=1)
+
+    def rule(at: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        is_other = (torch.arange(len(seconds)) != before[:, None]) & (before >= 0)[:, None]
+        speed = expected[at] / (seconds + switch * is_other)
+        stays = torch.where(before < 0, len(seconds) - 1, before)
+        best = speed.max(dim=1)
+        is_tie = speed.gather(1, stays[:, None])[:, 0] >= best.values
+        return torch.where(is_tie, stays, best.indices)
+
+    return rule
+
+
+def _first_true(chosen: torch.Tensor) -> torch.Tensor:
+    """int64 [M] first true column of bool [M, n]; n where there is none."""
+    index = chosen.long().argmax(dim=1)
+    return torch.where(chosen.any(dim=1), index, chosen.shape[1])
+
+
+# -- oracles --------------------------------------------------------------------------------------------------
+
+
+class Value(NamedTuple):
+    """By what an oracle or a threshold is judged: tokens a round, or tokens a second where costs are known."""
+
+    costs: RoundCosts | None = None
+    batch_size: int = 1
+
+    def __call__(self, outcome: Outcome) -> float:
+        if self.costs is None:
+            return outcome.acceptance_length
+        return outcome.tokens_per_second(self.costs, self.batch_size)
+
+    @property
+    def name(self) -> str:
+        """In tables."""
+        return "acceptance length" if self.costs is None else "tokens/s"
+
+
+def oracle_token(trajectories: Trajectories, value: Value) -> Rule:
+    """Oracle-Token (section 4): the drafter whose round is best, at every round; ties go to the reference.
+
+    By tokens, or by tokens a second of the round. It looks no further than the round, as the paper's.
+    """
+    gained = torch.minimum(trajectories.lengths, trajectories.known[:, None]).double()
+    if value.costs is not None:
+        seconds = value.costs.round_seconds(value.costs.row(value.batch_size))
+        gained = gained / torch.tensor(seconds, dtype=torch.float64)
+    return by_record(_last_argmax(gained))
+
+
+def oracle_by_group(trajectories: Trajectories, groups: Sequence[Sequence[int]], value: Value) -> Rule:
+    """The drafter that is best for each group of texts as a whole; ties go to the reference.
+
+    Args:
+        groups: text numbers; all texts of a category for Oracle-Task, one each for Oracle-Prompt (section 4).
+    """
+    num_texts, num_drafters = trajectories.starts.shape[0], trajectories.lengths.shape[1]
+    alone = [walk(trajectories, always(drafter)) for drafter in range(num_drafters)]
+    best = torch.full((num_texts,), num_drafters - 1, dtype=torch.int64)
+    for texts in groups:
+        worth = torch.tensor([[value(outcome.of(texts)) for outcome in alone]], dtype=torch.float64)
+        best[list(texts)] = _last_argmax(worth)[0]
+    routes = torch.empty(trajectories.lengths.shape[0], dtype=torch.int64)
+    for text, (start, end) in enumerate(zip(trajectories.starts.tolist(), trajectories.ends.tolist(), strict=True)):
+        routes[start:end] = best[text]
+    return by_record(routes)
+
+
+def _last_argmax(values: torch.Tensor) -> torch.Tensor:
+    """int64 [M] last column with the most of [M, N]."""
+    return values.shape[1] - 1 - values.flip(1).argmax(dim=1)
