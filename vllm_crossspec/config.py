@@ -69,10 +69,27 @@ class TreeConfig(_Model):
 
 
 class RouterConfig(_Model):
-    """Which drafter drafts for a request in a round."""
+    """Which drafter drafts for a request in a round.
 
-    policy: Literal["fixed"] = Field("fixed", description="fixed: always the drafter named by `drafter`")
-    drafter: str = Field(description="name of the drafter, a key of `drafters`")
+    Attributes:
+        policy: ``fixed`` is always ``drafter``; ``entropy`` and ``neural`` are WhiFlash's (Kwon et al. 2026, section
+            3.3); ``goodput`` takes the drafter with the most expected tokens per second. ``record`` is what
+            ``crossspec collect`` uses: every drafter drafts, nothing is verified.
+        drafter: of policy ``fixed``, a key of ``drafters``.
+        model: folder of a trained router (``neural``, ``goodput``; for ``entropy`` it says what "auto" means).
+        threshold: ``entropy``: nats above which the autoregressive drafter drafts; ``neural``: tokens by which it must
+            be expected to do better. One number, or one for each drafter but the last in routing order. "auto" is set
+            from the drafters' costs.
+        max_backlog: most tokens that a request's inactive drafter may miss before it catches up.
+        lazy: whether inactive drafters wait; if not, all of them catch up in every round.
+    """
+
+    policy: Literal["fixed", "entropy", "neural", "goodput", "record"] = "entropy"
+    drafter: str | None = None
+    model: str | None = None
+    threshold: Literal["auto"] | float | tuple[float, ...] = "auto"
+    max_backlog: int = Field(512, ge=1, le=1 << 20)
+    lazy: bool = True
 
 
 class DrafterConfig(_Model):
@@ -120,7 +137,19 @@ class CrossSpecConfig(_Model):
     @property
     def active(self) -> str:
         """Name of the drafter that drafts."""
-        return self.router.drafter if self.router else next(iter(self.drafters))
+        return (self.router.drafter if self.router else None) or next(iter(self.drafters))
+
+    @property
+    def routes(self) -> bool:
+        """Whether drafters are chosen by request and round; if not, one of them always drafts."""
+        return len(self.drafters) > 1 and self.verification == "match"
+
+    @property
+    def routing_order(self) -> tuple[str, ...]:
+        """Names of the drafters as routers number them: autoregressive ones first; the last is the reference."""
+        return tuple(
+            sorted(self.drafters, key=lambda name: not drafter_kind(self.drafters[name].kind, "").is_autoregressive)
+        )
 
     @property
     def has_trees(self) -> bool:
@@ -238,13 +267,51 @@ def _parse_meta(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSp
         settings = dict(settings)
         kind = settings.pop("type", name)
         named[name] = _drafter(kind, settings, f"drafters.{name}.", native_keys)
-    router = raw.get("router", {"policy": "fixed", "drafter": next(iter(named))})
+    router = raw.get("router", {})
+    if isinstance(router, Mapping) and "policy" not in router:
+        fixed = "drafter" in router or len(named) == 1
+        router = {"policy": "fixed" if fixed else "entropy", **router}
     fields = {k: raw[k] for k in ("num_speculative_tokens", *_TOP_KEYS) if k in raw}
     config = _build(CrossSpecConfig, {"method": raw["method"], "drafters": named, "router": router, **fields}, "")
-    if config.active not in named:
-        hint = _nearest(config.active, named)
-        raise ValueError(f"speculative_config.router.drafter is {config.active!r}, which is none of drafters{hint}")
+    _check_router(config)
     return _check(config)
+
+
+def _check_router(config: CrossSpecConfig) -> None:
+    """Refuse what a policy does not take, or lacks."""
+    router, key = config.router, "speculative_config.router"
+    assert router is not None
+    policy = router.policy
+    if router.drafter is not None and policy != "fixed":
+        raise ValueError(f"{key}.drafter belongs to policy 'fixed', not to {policy!r}; leave out one of the two")
+    if config.active not in config.drafters:
+        raise ValueError(
+            f"{key}.drafter is {config.active!r}, which is none of drafters{_nearest(config.active, config.drafters)}"
+        )
+    if policy == "fixed":
+        if router.model is not None or router.threshold != "auto":
+            raise ValueError(f"{key}: policy 'fixed' takes neither model nor threshold; leave them out")
+        return
+    if len(config.drafters) < 2:
+        raise ValueError(f"{key}.policy {policy!r} chooses between drafters, and there is one; add another to drafters")
+    if config.verification != "match":
+        raise ValueError(f"{key}.policy {policy!r} needs verification 'match'; leave out verification")
+    if policy in ("neural", "goodput") and router.model is None:
+        raise ValueError(
+            f"{key}.model is missing: policy {policy!r} needs a router trained by `crossspec train router`"
+        )
+    if router.threshold == "auto":
+        return
+    if policy in ("goodput", "record"):
+        raise ValueError(f"{key}.threshold: policy {policy!r} takes none; leave it out")
+    wanted, given = len(config.drafters) - 1, router.threshold
+    numbers = given if isinstance(given, tuple) else (given,)
+    if len(numbers) != wanted:
+        raise ValueError(f"{key}.threshold has {len(numbers)} numbers; {wanted + 1} drafters need {wanted}")
+    if policy == "entropy" and (min(numbers) < 0 or list(numbers) != sorted(numbers, reverse=True)):
+        raise ValueError(f"{key}.threshold must be nats of 0 or more, falling from drafter to drafter (got {given})")
+    if policy == "neural" and not all(abs(number) <= 255 for number in numbers):
+        raise ValueError(f"{key}.threshold must be tokens between -255 and 255 (got {given})")
 
 
 def _drafter(kind: str, raw: Mapping[str, Any], path: str, native_keys: Collection[str]) -> DrafterConfig:

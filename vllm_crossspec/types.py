@@ -78,6 +78,8 @@ class DraftSettings(NamedTuple):
         top_k: children of a node (dynamic) or candidates at a position (best_first); None for a chain.
         depth: K, deepest level.
         is_coupled: whether candidates are ranked with the target's noise for sampled requests.
+        from_one_row: whether a round starts from one row a request, the last accepted token, what came before it
+            being in the cache already; if not, from all rows that the target verified.
     """
 
     num_nodes: int
@@ -85,6 +87,7 @@ class DraftSettings(NamedTuple):
     top_k: int | None
     depth: int
     is_coupled: bool
+    from_one_row: bool = False
 
 
 class TargetFacts(NamedTuple):

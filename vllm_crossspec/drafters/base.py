@@ -17,6 +17,7 @@ class DrafterKind(NamedTuple):
         reads_target_slots: its first pass reads the target's slot mappings, which a later drafter may overwrite;
             such drafters run first.
         tree: the builder of trees (``tree.base``) that this drafter's candidates are for.
+        is_autoregressive: whether each of its tokens sees the ones before it; routers number such drafters first.
     """
 
     name: str
@@ -26,6 +27,7 @@ class DrafterKind(NamedTuple):
     tree_proposer: str
     reads_target_slots: bool
     tree: str
+    is_autoregressive: bool
 
     def load_checkpoint_module(self) -> Any:
         """The module that reads this kind's checkpoints."""
@@ -48,6 +50,7 @@ _KINDS = {
             tree_proposer="vllm_crossspec.engine.proposers.eagle3_tree:Eagle3TreeProposer",
             reads_target_slots=True,
             tree="dynamic",
+            is_autoregressive=True,
         ),
         DrafterKind(
             name="dflash",
@@ -57,6 +60,7 @@ _KINDS = {
             tree_proposer="vllm_crossspec.engine.proposers.dflash:DFlashTreeProposer",
             reads_target_slots=False,
             tree="best_first",
+            is_autoregressive=False,
         ),
     )
 }

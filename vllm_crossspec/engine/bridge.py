@@ -13,6 +13,7 @@ from vllm_crossspec import config as user_config
 from vllm_crossspec.config import ADDITIONAL_CONFIG_KEY, CrossSpecConfig, DrafterConfig
 from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.drafters.checkpoint import check_drafter
+from vllm_crossspec.router.checkpoint import check_router
 from vllm_crossspec.tree.base import tree_kind
 from vllm_crossspec.tree.schedule import candidate_widths
 from vllm_crossspec.types import TargetFacts
@@ -90,6 +91,7 @@ def build(engine_args: Any, target_model_config: Any, target_parallel_config: An
     settings = resolve(settings, target, has_weights=engine_args.load_format != "dummy")
     settings = resolve_schedules(settings, can_measure=can_measure(target_parallel_config))
     check_target(settings, target_model_config)
+    check_router_settings(settings, target)
     configs = drafter_configs(settings, target_model_config, target_parallel_config)
     if settings.verification == "match":
         _use_our_worker(target_parallel_config)
@@ -101,6 +103,24 @@ def build(engine_args: Any, target_model_config: Any, target_parallel_config: An
 
     prepare_frontend()
     return next(iter(configs.values()))
+
+
+def check_router_settings(settings: CrossSpecConfig, target: TargetFacts) -> None:
+    """Refuse a buffer that holds no round, and a router of another target or of other drafters.
+
+    Raises:
+        ValueError: one sentence that names the key and the fix.
+    """
+    router = settings.router
+    if router is None or not settings.routes:
+        return
+    key, needed = "speculative_config.router", settings.max_depth + 1
+    if router.max_backlog < needed:
+        raise ValueError(
+            f"{key}.max_backlog is {router.max_backlog}, but one round can accept {needed} tokens; use {needed} or more"
+        )
+    if router.model is not None:
+        check_router(router.model, hidden_size=target.hidden_size, drafters=settings.routing_order, key=f"{key}.model")
 
 
 def _use_our_worker(parallel_config: Any) -> None:
@@ -196,6 +216,15 @@ def can_measure(parallel_config: Any) -> bool:
 
 def resolve_schedules(settings: CrossSpecConfig, can_measure: bool) -> CrossSpecConfig:
     """Trees without a schedule get "auto"; none stays "auto" where nothing is measured or a drafter has its own."""
+    if settings.router is not None and settings.router.policy == "record":  # drafts are kept, and none is verified
+        return settings.model_copy(
+            update={
+                "drafters": {
+                    name: d.model_copy(update={"tree": d.tree.model_copy(update={"by_batch_size": {1: 0}})})
+                    for name, d in settings.drafters.items()
+                }
+            }
+        )
     given = [d.tree.by_batch_size for d in settings.drafters.values()]
     is_auto = can_measure and not any(isinstance(schedule, dict) for schedule in given)
     drafters = {}

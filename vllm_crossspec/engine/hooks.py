@@ -58,11 +58,12 @@ def _hook_init_speculator() -> None:
             from vllm_crossspec.engine.cpu import mend_context_norm
 
             mend_context_norm()
-        if settings_of(vllm_config) is None:
+        settings = settings_of(vllm_config)
+        if settings is None:
             return original(vllm_config, device, req_states)
-        from vllm_crossspec.engine.host import ProposerHost
+        from vllm_crossspec.engine.host import host_class
 
-        return ProposerHost(vllm_config, device, req_states)
+        return host_class(settings)(vllm_config, device, req_states)
 
     package.init_speculator = init_speculator
     # The runner imports the function by name; where it is loaded already, its own name must change too.
@@ -141,9 +142,20 @@ def _add_worker_methods() -> None:
         stats = getattr(speculator, "acceptance_stats", None)
         return None if stats is None else stats()
 
+    def crossspec_routing(self: Any) -> dict[str, Any] | None:
+        """Decisions, switches and catch-ups so far (see ``metrics.routing``); None where nothing is routed."""
+        stats = getattr(getattr(self.model_runner, "speculator", None), "routing_stats", None)
+        return None if stats is None else stats()
+
+    def crossspec_take_records(self: Any) -> list[tuple[list[str], bytes]]:
+        """What every drafter drafted since the last call (see ``engine.recorder``); policy "record" only."""
+        return self.model_runner.speculator.take_records()
+
     def crossspec_step_costs(self: Any) -> Any:
         """What steps cost by draft tokens and running requests (see ``engine.load``)."""
         return self.model_runner.measured_step_costs()
 
     WorkerBase.crossspec_stats = crossspec_stats  # type: ignore[attr-defined]
+    WorkerBase.crossspec_routing = crossspec_routing  # type: ignore[attr-defined]
+    WorkerBase.crossspec_take_records = crossspec_take_records  # type: ignore[attr-defined]
     WorkerBase.crossspec_step_costs = crossspec_step_costs  # type: ignore[attr-defined]

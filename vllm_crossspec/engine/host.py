@@ -9,7 +9,7 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from vllm_crossspec.config import DrafterConfig
+from vllm_crossspec.config import CrossSpecConfig, DrafterConfig
 from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.engine.bridge import drafter_configs, settings_of
 from vllm_crossspec.engine.proposers.base import Proposer, empty_tree, first_rows
@@ -18,7 +18,7 @@ from vllm_crossspec.metrics.export import start_worker_export
 from vllm_crossspec.tree.chain import chain
 from vllm_crossspec.tree.state import CHAIN, TreeState
 from vllm_crossspec.tree.to_chain import to_chain
-from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
+from vllm_crossspec.types import Candidates, DraftSettings, StepInputs, TokenTree
 
 # Under vLLM's own logger, so that its settings apply.
 logger = init_logger("vllm.crossspec")
@@ -100,6 +100,7 @@ class ProposerHost(DraftModelSpeculator):
             top_k=tree.top_k,
             depth=drafter.num_speculative_tokens,
             is_coupled=settings.verification == "match" and settings.draft_sample_method != "greedy",
+            from_one_row=settings.routes and settings.router is not None and settings.router.policy != "record",
         )
 
     @property
@@ -267,18 +268,24 @@ class ProposerHost(DraftModelSpeculator):
             return tree.tokens
         # A dummy run compiles the kernel, which the first request for a chain would otherwise wait for.
         if dummy_run or (state.modes[batch.idx_mapping_np] == CHAIN).any():
-            to_chain(
-                tokens=tree.tokens,
-                parents=tree.parents,
-                log_probs=tree.log_probs,
-                sizes=tree.sizes,
-                chain_only=state.modes_on_device,
-                max_depth=state.max_depth,
-                idx_mapping=batch.idx_mapping,
-            )
+            self._make_chains(batch, tree)
         if not dummy_run:
             state.store(batch.idx_mapping, tree)
         return tree.tokens
+
+    def _make_chains(self, batch: Any, tree: TokenTree) -> None:
+        """Narrow the trees of requests that may only have chains, in place."""
+        state = self.state
+        assert state is not None
+        to_chain(
+            tokens=tree.tokens,
+            parents=tree.parents,
+            log_probs=tree.log_probs,
+            sizes=tree.sizes,
+            chain_only=state.modes_on_device,
+            max_depth=state.max_depth,
+            idx_mapping=batch.idx_mapping,
+        )
 
     def _pad(self, tokens: torch.Tensor) -> torch.Tensor:
         """Bring [R, k] to [R, K] with each row's last token: padding goes through the embedding and must be valid."""
@@ -304,4 +311,20 @@ class ProposerHost(DraftModelSpeculator):
         self.counters.reset()
         # Not earlier: a copy in another thread breaks a CUDA graph capture, and the warm-up comes before the capture.
         if self.vllm_config.parallel_config.rank == 0:
-            start_worker_export(self.counters)
+            self._start_export()
+
+    def _start_export(self) -> None:
+        start_worker_export(self.counters)
+
+
+def host_class(settings: CrossSpecConfig) -> type[ProposerHost]:
+    """The host for these settings."""
+    if not settings.routes:
+        return ProposerHost
+    if settings.router is not None and settings.router.policy == "record":
+        from vllm_crossspec.engine.recorder import RecordingHost
+
+        return RecordingHost
+    from vllm_crossspec.engine.routing import RoutedHost
+
+    return RoutedHost

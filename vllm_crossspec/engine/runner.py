@@ -25,6 +25,7 @@ from vllm_crossspec.engine import load
 from vllm_crossspec.engine.attention import base
 from vllm_crossspec.engine.bridge import settings_of
 from vllm_crossspec.engine.requests import draft_mode
+from vllm_crossspec.engine.routing import RoutedHost
 from vllm_crossspec.engine.verifier import MatchVerifier, TreePenalties
 from vllm_crossspec.tree.state import NOTHING, TreeState
 from vllm_crossspec.verify.rows import prepare_rows
@@ -70,6 +71,9 @@ class MatchRunner:
         )
         self.speculator.bind(self.tree_state)
         self.draft_tokens_handler = LiveDraftTokensHandler(device, self.tree_state)
+        self._routed = self.speculator if isinstance(self.speculator, RoutedHost) else None
+        self._logits: torch.Tensor | None = None
+        self._sampling = False
         self._step_costs: load.StepTable | None = None
         self._kv_layers: KVLayers | None = None
         self._has_drafts = self._chains_only = False
@@ -104,6 +108,32 @@ class MatchRunner:
         # FlashInfer draws from a generator of its own: right in distribution, but no drafter can foresee it.
         self.sampler.use_flashinfer = False
         self.rejection_sampler = MatchVerifier(self.sampler, self.tree_state, penalties)
+        if self._routed is not None and self._routed.router.needs_logits:
+            self._keep_logits()
+
+    def _keep_logits(self) -> None:
+        """Hold the step's logits for the router, which reads them when it is known which rows were accepted."""
+        compute = self.model.compute_logits
+
+        def compute_logits(*arguments: Any, **options: Any) -> torch.Tensor:
+            logits = compute(*arguments, **options)
+            if self._sampling:  # prompt log-probabilities are computed here, too
+                self._logits = logits
+            return logits
+
+        self.model.compute_logits = compute_logits
+
+    def _observe_logits(self, batch: Any) -> None:
+        """Show the router the logits after each request's last accepted token."""
+        logits, self._logits = self._logits, None
+        if logits is None or self._routed is None:
+            return
+        num_reqs, rows = batch.num_reqs, batch.cu_num_logits[1:].long() - 1
+        if self._has_drafts:
+            last = (self.tree_state.num_sampled[:num_reqs].long() - 1).clamp_(min=0)
+            on_path = self.tree_state.path[:num_reqs].gather(1, last[:, None]).flatten()
+            rows = batch.cu_num_logits[:-1].long() + on_path
+        self._routed.router.observe_logits(logits, rows)
 
     def initialize_kv_cache(self, *arguments: Any, **options: Any) -> None:
         """Allocate, then note where the K and V of every target layer lie."""
@@ -145,10 +175,21 @@ class MatchRunner:
         for request in scheduler_output.scheduled_new_reqs:
             slot = self.req_states.req_id_to_index[request.req_id]
             state.modes[slot] = draft_mode(request.sampling_params, self._chains_only)
+        if self._routed is not None:
+            new = scheduler_output.scheduled_new_reqs
+            slots = [self.req_states.req_id_to_index[request.req_id] for request in new]
+            self._routed.add_requests(slots, [request.num_computed_tokens for request in new])
         # A copy of the host's array, for the next batch of new requests may change it before this one is through.
         async_tensor_h2d(state.modes.copy(), out=state.modes_on_device)
         if not self.speculator.stores_trees:
             state.sizes.copy_((state.modes_on_device != NOTHING) * state.num_nodes)
+
+    def _remove_request(self, req_id: str) -> bool:
+        """A slot that is given up may hold what drafters still have to take in."""
+        slot = self.req_states.req_id_to_index.get(req_id)
+        if self._routed is not None and slot is not None:
+            self._routed.remove_requests([slot])
+        return super()._remove_request(req_id)  # type: ignore[misc]
 
     def prepare_attn(self, input_batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """KV slots from linear positions as ever, then the trees' positions and masks."""
@@ -213,7 +254,10 @@ class MatchRunner:
 
     def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
         """Verify, then commit the accepted paths."""
+        self._sampling = True
         out = super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
+        self._sampling = False
+        self._observe_logits(input_batch)
         if self.has_trees and self._has_drafts:
             self._commit(hidden_states, input_batch)
         self._has_drafts = False

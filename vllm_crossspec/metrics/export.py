@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from vllm_crossspec.metrics.counters import AcceptanceCounters
+from vllm_crossspec.metrics.routing import BACKLOG_EDGES, COUNTS, RoutingCounters
+from vllm_crossspec.metrics.stages import StageClock
 
 FOLDER_VARIABLE = "CROSSSPEC_METRICS_DIR"
 PERIOD_SECONDS = 1.0
@@ -60,21 +62,40 @@ def _make_counters() -> dict[str, Any]:
             [*labels, "position"],
         ),
     }
+    help_of |= {
+        f"crossspec:router_{name}": (text, labels)
+        for name, text in (
+            ("decisions", "Rounds in which a request was routed to the drafter"),
+            ("switches", "Decisions for another drafter than the request's last"),
+            ("missed_tokens", "Tokens that the drafter had missed when a request was switched to it"),
+            ("caught_up_tokens", "Tokens whose keys and values the drafter computed without drafting from them"),
+            ("catch_ups", "Passes that computed keys and values alone"),
+        )
+    }
+    help_of["crossspec:router_backlogs"] = ("Switches by missed tokens, up to `le`", [*labels, "le"])
+    help_of["crossspec:round_seconds"] = ("Seconds by stage of the drafting", ["stage"])
     known = REGISTRY._names_to_collectors
     return {name: known.get(name) or Counter(name, text, labels) for name, (text, labels) in help_of.items()}
 
 
-def start_worker_export(counters: AcceptanceCounters) -> None:
-    """Publish ``counters`` once a second from a thread of their own; the decoding path does nothing for it."""
+def start_worker_export(
+    counters: AcceptanceCounters, routing: RoutingCounters | None = None, clock: StageClock | None = None
+) -> None:
+    """Publish the counters once a second from a thread of their own; the decoding path does nothing for it."""
     _use_shared_files()
-    arguments = (counters, _make_counters())
+    arguments = (counters, routing, clock, _make_counters())
     threading.Thread(target=_publish_forever, args=arguments, daemon=True, name="crossspec-metrics").start()
 
 
-def _publish_forever(counters: AcceptanceCounters, metrics: dict[str, Any]) -> None:
+def _publish_forever(
+    counters: AcceptanceCounters,
+    routing: RoutingCounters | None,
+    clock: StageClock | None,
+    metrics: dict[str, Any],
+) -> None:
     stream = torch.cuda.Stream(counters.counts.device) if counters.counts.is_cuda else None
     published = torch.zeros_like(counters.counts, device="cpu")
-    pause = threading.Event()
+    pause, routed = threading.Event(), RoutingPublisher(metrics)
     while True:
         if stream is None:
             current = counters.counts.clone()
@@ -83,6 +104,8 @@ def _publish_forever(counters: AcceptanceCounters, metrics: dict[str, Any]) -> N
                 current = counters.counts.to("cpu", non_blocking=False)
         publish(counters.describe(current - published), metrics)
         published = current
+        if routing is not None and clock is not None:
+            routed.publish(routing.snapshot()["drafters"], dict(clock.seconds))
         pause.wait(PERIOD_SECONDS)
 
 
@@ -93,3 +116,30 @@ def publish(delta: dict[str, dict[str, Any]], metrics: dict[str, Any]) -> None:
             metrics[f"crossspec:{name}"].labels(drafter).inc(values[name])
         for position, count in enumerate(values["accepted_per_position"]):
             metrics["crossspec:accepted_tokens_per_pos"].labels(drafter, position).inc(count)
+
+
+class RoutingPublisher:
+    """Adds what has come since the last time to the Prometheus counters of routing.
+
+    Args:
+        metrics: the counters, by name.
+    """
+
+    def __init__(self, metrics: dict[str, Any]):
+        self.metrics = metrics
+        self._drafters: dict[str, dict[str, Any]] = {}
+        self._seconds: dict[str, float] = {}
+
+    def publish(self, drafters: dict[str, dict[str, Any]], seconds: dict[str, float]) -> None:
+        """Publish totals: ``RoutingCounters.snapshot``'s by drafter, and seconds by stage."""
+        for drafter, totals in drafters.items():
+            before = self._drafters.get(drafter)
+            for name in COUNTS:
+                gain = totals[name] - (before[name] if before else 0)
+                self.metrics[f"crossspec:router_{name}"].labels(drafter).inc(gain)
+            old = before["backlog_histogram"] if before else [0] * len(totals["backlog_histogram"])
+            for edge, new, was in zip([*BACKLOG_EDGES, "+Inf"], totals["backlog_histogram"], old, strict=True):
+                self.metrics["crossspec:router_backlogs"].labels(drafter, edge).inc(new - was)
+        for stage, total in seconds.items():
+            self.metrics["crossspec:round_seconds"].labels(stage).inc(total - self._seconds.get(stage, 0.0))
+        self._drafters, self._seconds = drafters, seconds

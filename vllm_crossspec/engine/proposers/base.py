@@ -57,6 +57,38 @@ class Proposer(ABC):
     def catch_up(self, step: StepInputs) -> None:
         """Take the step's accepted tokens into the drafter's cache; draft nothing."""
 
+    def build_in_batches(self) -> bool:
+        """Build trees with PyTorch for the whole batch, where kernels are interpreted; whether it builds any."""
+        return False
+
+    # -- for a host that routes: what the drafter misses is kept as features, and caught up with later --------
+
+    def fuse(self, tapped_states: torch.Tensor) -> torch.Tensor:
+        """The drafter's own features [n, F] of the target states that it taps, [n, taps * H]."""
+        return self.model.combine_hidden_states(tapped_states)
+
+    @abstractmethod
+    def write_context(
+        self, features: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, kv_slots: list[torch.Tensor]
+    ) -> None:
+        """Take accepted tokens into the cache: keys and values of them, and nothing else.
+
+        Args:
+            features: [n, F] of :meth:`fuse`.
+            next_tokens: int64 [n] id of the token after each.
+            positions: int64 [n].
+            kv_slots: int64 [n] cache slot of each token, for every cache group of the drafter.
+        """
+
+    def start_rows(self, step: StepInputs) -> StepInputs:
+        """Complete the inputs of a round that starts from one row a request; block tables are the batch's already."""
+        return step
+
+    @property
+    def kv_groups(self) -> list[int]:
+        """The cache groups of its layers."""
+        return [group for group, members in enumerate(self.attn_groups) if members]
+
     # The rest is vLLM's own protocol for speculators, which its base class provides.
     @abstractmethod
     def load_model(self, target_model: nn.Module) -> None: ...

@@ -1,5 +1,6 @@
 """DFlash as a proposer, on vLLM's block-diffusion speculator."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from vllm_crossspec.engine.proposers.base import (
     top_candidates,
     without_schedule,
 )
+from vllm_crossspec.tree import batched
 from vllm_crossspec.tree.best_first import best_first
 from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
 
@@ -66,11 +68,22 @@ class DFlashProposer(DFlashSpeculator, Proposer):
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
         """Context rows that a graph stores: a whole verification's, which of trees is wider than a block."""
+        if self.drafts.from_one_row:
+            return num_reqs
         return min(num_reqs * (self.drafts.num_nodes + 1), self.max_num_tokens)
 
     def propose_step(self, step: StepInputs) -> Candidates:
         """Write the context K/V of the step's tokens and draft a block for every request."""
         return Candidates(tokens=self.propose(**native_arguments(step)))
+
+    @torch.inference_mode()
+    def write_context(
+        self, features: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, kv_slots: list[torch.Tensor]
+    ) -> None:
+        """Keys and values of all layers: one projection, norms, rotation, one cache write a layer."""
+        groups = self._layer_group_idx
+        slots = kv_slots[0] if groups is None else [kv_slots[group] for group in groups]
+        self.model.precompute_and_store_context_kv(features, positions, slots)
 
     @torch.inference_mode()
     def catch_up(self, step: StepInputs) -> None:
@@ -121,6 +134,12 @@ class DFlashTreeProposer(DFlashProposer):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
         super().__init__(vllm_config, device, name, drafts)
         self.tree = empty_tree(self.max_num_reqs, drafts.num_nodes, device)
+        self.build_tree: Callable[..., None] = best_first
+
+    def build_in_batches(self) -> bool:
+        """See the base class."""
+        self.build_tree = batched.best_first
+        return True
 
     def propose_step(self, step: StepInputs) -> Candidates:
         """Draft a tree for every request; the block's forward and the builder are one CUDA graph."""
@@ -153,6 +172,6 @@ class DFlashTreeProposer(DFlashProposer):
         count = min(drafts.top_k, logits.shape[1])
         log_probs, tokens = top_candidates(logits, count, None)
         shape = (num_reqs, self.num_speculative_steps, count)
-        best_first(
+        self.build_tree(
             log_probs=log_probs.view(shape), tokens=tokens.view(shape), num_nodes=drafts.tree_nodes, out=self.tree
         )

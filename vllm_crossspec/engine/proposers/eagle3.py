@@ -1,15 +1,57 @@
 """EAGLE-3 as a proposer, on vLLM's autoregressive speculator."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
 
 from vllm_crossspec.engine.loading import load_drafter
-from vllm_crossspec.engine.proposers.base import Proposer, TargetKeys, native_arguments, ranked_logits
+from vllm_crossspec.engine.proposers.base import (
+    Proposer,
+    TargetKeys,
+    native_arguments,
+    ranked_logits,
+    without_schedule,
+)
 from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
+
+
+class OneRowGraphManager(DFlashCudaGraphManager):
+    """CUDA graphs of a first pass over one row a request, whose attention metadata is the drafter's own.
+
+    vLLM's first pass runs over the target's rows with the target's metadata. This one is called as that is.
+    """
+
+    def __init__(self, proposer: "Eagle3Proposer", cudagraph_mode: CUDAGraphMode):
+        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
+        super().__init__(without_schedule(proposer.vllm_config), proposer.device, mode, decode_query_len=1)
+        self.proposer = proposer
+
+    def capture(self, forward_fn: Callable[..., None], *target: Any, progress_bar_desc: str = "") -> None:
+        """Capture vLLM's ``_prefill``; the target's state, buffers and attention groups are not wanted."""
+        own = self.proposer
+        super().capture(
+            forward_fn,
+            own.input_buffers,
+            own.block_tables,
+            own.attn_groups,
+            own.kv_cache_config,
+            own.max_model_len,
+            causal=True,
+            prepare_forward=lambda num_reqs, attn_metadata: None,
+            progress_bar_desc=progress_bar_desc,
+        )
 
 
 class Eagle3Proposer(EagleSpeculator, Proposer):
@@ -29,7 +71,9 @@ class Eagle3Proposer(EagleSpeculator, Proposer):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """As vLLM's, but the first pass is as wide as the engine's verification, whatever this drafter's own length."""
         super().init_cudagraph_manager(cudagraph_mode)
-        if self.drafts.num_nodes != self.num_speculative_steps:
+        if self.drafts.from_one_row:
+            self.prefill_cudagraph_manager = OneRowGraphManager(self, cudagraph_mode)
+        elif self.drafts.num_nodes != self.num_speculative_steps:
             self.prefill_cudagraph_manager = SpeculatorCudaGraphManager(
                 self.engine_config, self.device, cudagraph_mode, self.drafts.num_nodes + 1
             )
@@ -44,6 +88,61 @@ class Eagle3Proposer(EagleSpeculator, Proposer):
         """The first pass alone: it writes K and V of the step's accepted tokens."""
         step.options["num_speculative_tokens"] = 1
         self.propose(**native_arguments(step))
+
+    def start_rows(self, step: StepInputs) -> StepInputs:
+        """The first pass's attention metadata and cache slots: one query row a request."""
+        if step.options.get("skip_attn_for_dummy_run"):
+            return step
+        batch, num_reqs = step.batch, step.batch.num_reqs
+        prepare_prefill_inputs(
+            self.last_token_indices,
+            self.current_draft_step,
+            self.input_buffers,
+            batch,
+            step.num_sampled,
+            step.num_rejected,
+            step.last_sampled,
+            step.next_prefill_tokens,
+            self.max_num_reqs,
+        )
+        desc, _ = dispatch_cg_and_sync_dp(
+            self.prefill_cudagraph_manager,
+            num_reqs,
+            num_reqs,
+            uniform_token_count=1,
+            dp_size=self.dp_size,
+            dp_rank=self.dp_rank,
+            need_eager=step.options.get("is_profile", False),
+            dp_sync_state=None,
+        )
+        slots = self.block_tables.compute_slot_mappings(
+            batch.idx_mapping, batch.query_start_loc, batch.positions, desc.num_tokens
+        )
+        self.draft_max_seq_len = self.max_model_len
+        metadata = self._build_uniform_attn_metadata(
+            batch_desc=desc,
+            num_reqs=num_reqs,
+            num_query_per_req=1,
+            seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound,
+            step=0,
+        )
+        return step._replace(
+            attn_metadata=metadata, slot_mappings=build_slot_mappings_by_layer(slots, self.kv_cache_config)
+        )
+
+    @torch.inference_mode()
+    def write_context(
+        self, features: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, kv_slots: list[torch.Tensor]
+    ) -> None:
+        """Keys and values of the one layer: two norms, one projection, rotation, one cache write."""
+        layer = self.model.model.layers[0]
+        attention = layer.self_attn
+        embeds = layer.input_layernorm(self.model.model.embed_tokens(next_tokens))
+        states, _ = layer._residual_norm(hidden_states=features)
+        key, value = _keys_and_values(attention, torch.cat([embeds, states], dim=-1))
+        key, _ = attention.rotary_emb(positions, key, None)
+        paged, shape = attention.attn, (features.shape[0], attention.num_kv_heads, attention.head_dim)
+        paged.impl.do_kv_cache_update(paged, key.view(shape), value.view(shape), paged.kv_cache, kv_slots[0])
 
     def sample_draft(
         self,
@@ -94,3 +193,17 @@ class Eagle3Proposer(EagleSpeculator, Proposer):
         """[rows, draft vocabulary] by which this drafter chooses, for states [rows, H]."""
         logits = self.model.logits_processor(self.model.lm_head, hidden_states)
         return ranked_logits(logits, keys if self.drafts.is_coupled else None, self.offsets)
+
+
+def _keys_and_values(attention: nn.Module, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[n, kv size] each, without the queries where the weight is a plain matrix."""
+    projection, queries = attention.qkv_proj, attention.q_size
+    # On a CPU vLLM may have packed the weight away.
+    is_plain = isinstance(projection.quant_method, UnquantizedLinearMethod) and not inputs.is_cpu
+    if is_plain:
+        bias = None if projection.bias is None else projection.bias[queries:]
+        both = nn.functional.linear(inputs, projection.weight[queries:], bias)
+    else:
+        both = projection(inputs)[0][:, queries:]
+    key, value = both.split(attention.kv_size, dim=-1)
+    return key.contiguous(), value.contiguous()

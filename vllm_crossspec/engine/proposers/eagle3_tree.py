@@ -1,6 +1,7 @@
 """EAGLE-3 with draft trees: every level's nodes of all requests in one forward of the drafter."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 
+from vllm_crossspec.drafters.eagle3 import batched as batched_levels
 from vllm_crossspec.drafters.eagle3.levels import prepare_growth, prepare_level
 from vllm_crossspec.engine.attention.base import DraftTail
 from vllm_crossspec.engine.proposers.base import (
@@ -23,6 +25,7 @@ from vllm_crossspec.engine.proposers.base import (
     without_schedule,
 )
 from vllm_crossspec.engine.proposers.eagle3 import Eagle3Proposer
+from vllm_crossspec.tree import batched as batched_tree
 from vllm_crossspec.tree.dynamic import DynamicTree
 from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
 
@@ -43,13 +46,14 @@ class Eagle3TreeProposer(Eagle3Proposer):
         assert drafts.top_k is not None and drafts.tree_nodes is not None
         top_k, max_num_reqs = drafts.top_k, self.max_num_reqs
         self.tree = empty_tree(max_num_reqs, drafts.num_nodes, device)
-        self.builder = DynamicTree(
+        self.builder: DynamicTree | batched_tree.DynamicTree = DynamicTree(
             num_nodes=drafts.tree_nodes,
             depth=drafts.depth,
             top_k=top_k,
             max_num_reqs=max_num_reqs,
             device=device,
         )
+        self.prepare_level: Callable[..., None] = prepare_level
         max_rows = max_num_reqs * top_k
         self.root_log_probs = torch.zeros(max_num_reqs, top_k, dtype=torch.float32, device=device)
         self.root_tokens = torch.zeros(max_num_reqs, top_k, dtype=torch.int64, device=device)
@@ -58,6 +62,13 @@ class Eagle3TreeProposer(Eagle3Proposer):
         self.tail_lengths = top_k * torch.arange(1, drafts.depth + 1, dtype=torch.int32, device=device)
         self.scratches: dict[str, torch.Tensor] = {}
         self.level_cudagraph_manager: DFlashCudaGraphManager | None = None
+
+    def build_in_batches(self) -> bool:
+        """See the base class."""
+        tree = self.builder
+        self.builder = batched_tree.DynamicTree(num_nodes=tree.num_nodes, depth=tree.depth, top_k=tree.top_k)
+        self.prepare_level = batched_levels.prepare_level
+        return True
 
     def set_attn(self, *arguments: Any, **options: Any) -> None:
         """The attention of the drafter's layers, and a scratch for the trees' keys and values of each."""
@@ -198,7 +209,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
         beam = tree.start(self.root_log_probs[:num_reqs], self.root_tokens[:num_reqs])
         states = self.hidden_states[:num_reqs]
         for level in range(1, self.drafts.depth):
-            prepare_level(
+            self.prepare_level(
                 parent_states=states,
                 beam_parents=beam.parents,
                 root_positions=self.input_buffers.positions,

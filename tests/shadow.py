@@ -1,0 +1,170 @@
+"""Sent into a worker: drafters that are always active, beside the lazy ones, and a comparison of their caches."""
+
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+ROWS = 64
+"""Rows of a product are padded to a multiple of this."""
+
+
+def _layers(host: Any, name: str) -> list[Any]:
+    """The attention layers of one drafter."""
+    context = host.vllm_config.compilation_config.static_forward_context
+    return [context[layer] for layer in sorted(host.proposers[name].draft_attn_layer_names)]
+
+
+def pad_products(worker: Any) -> None:
+    """Matrix products on a CPU sum in another order for a few rows, or a few rows a thread; from here on all have many.
+
+    A token's keys then do not depend on how many other tokens are computed with it, which is what is to be compared.
+    """
+    linear = torch.nn.functional.linear
+
+    def padded(x: torch.Tensor, weight: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        rows = x.shape[0]
+        if x.dim() != 2 or rows % ROWS == 0:
+            return linear(x, weight, bias)
+        return linear(torch.cat([x, x.new_zeros(-rows % ROWS, x.shape[1])]), weight, bias)[:rows]
+
+    original = UnquantizedLinearMethod.apply
+
+    def apply(self: Any, layer: Any, x: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        rows = x.shape[0]
+        if x.dim() != 2 or rows % ROWS == 0:
+            return original(self, layer, x, bias)
+        return original(self, layer, torch.cat([x, x.new_zeros(-rows % ROWS, x.shape[1])]), bias)[:rows]
+
+    UnquantizedLinearMethod.apply, torch.nn.functional.linear = apply, padded
+    worker.unpadded = (original, linear)
+
+
+def unpad(worker: Any) -> None:
+    """Undo :func:`pad_products`."""
+    UnquantizedLinearMethod.apply, torch.nn.functional.linear = worker.unpadded
+
+
+def route_at_random(worker: Any, seed: int) -> None:
+    """Routes come from a generator, whatever the router says; requests inside their prompts keep theirs."""
+    host = worker.model_runner.speculator
+    generator, decide = np.random.default_rng(seed), host.router.decide
+
+    def random_routes(hidden: Any, rows: Any, idx_mapping: Any, num_sampled: Any, out: torch.Tensor) -> None:
+        decide(hidden, rows, idx_mapping, num_sampled, out)
+        drawn = torch.from_numpy(generator.integers(0, len(host.order), len(idx_mapping), dtype=np.int32))
+        out[: len(idx_mapping)] = torch.where(out[: len(idx_mapping)] < 0, -1, drawn)
+
+    host.router.decide = random_routes
+
+
+class Written:
+    """Keys and values by cache slot, as they were given to the cache: the cache itself packs them in tiles on a CPU."""
+
+    def __init__(self, layer: Any, num_slots: int):
+        shape = (num_slots, layer.num_kv_heads, layer.head_size)
+        self.real = [torch.zeros(shape), torch.zeros(shape)]
+        self.shadow = [torch.zeros(shape), torch.zeros(shape)]
+        self.shadowing = False
+        write = layer.impl.do_kv_cache_update
+
+        def do_kv_cache_update(layer: Any, key: Any, value: Any, kv_cache: Any, slots: torch.Tensor) -> None:
+            live = slots >= 0
+            for kept, new in zip(self.shadow if self.shadowing else self.real, (key, value), strict=True):
+                kept[slots[live]] = new[: len(slots)][live].float()
+            if not self.shadowing:
+                write(layer, key, value, kv_cache, slots)
+
+        layer.impl.do_kv_cache_update = do_kv_cache_update
+
+
+def keep_shadows(worker: Any) -> None:
+    """Write every accepted token's keys and values at once, into a place of their own; compare after each round."""
+    from vllm_crossspec.catchup.backlog import Tokens, ranges
+
+    host = worker.model_runner.speculator
+    num_slots = host.kv_cache_config.num_blocks * max(host.block_tables.block_sizes)
+    written = {name: [Written(layer, num_slots) for layer in _layers(host, name)] for name in host.order}
+    worker.compared, worker.differences = 0, []
+    catch_up_round, store, latest = host._catch_up_round, host._store, {}
+
+    def remember(step: Any, slots: Any) -> None:
+        latest.update(step=step, before=host.computed[slots].copy())
+        latest["tapped"] = [state.clone() for state in step.tapped_hidden_states]
+        store(step, slots)
+
+    def shadow(name: str, slots: Any) -> None:
+        """What an always-active drafter does: this round's accepted tokens, now."""
+        counts = host.computed[slots] - latest["before"]
+        firsts = latest["step"].batch.query_start_loc_np[: len(slots)].astype(np.int64)
+        rows = torch.from_numpy(ranges(firsts, counts))
+        taps = [latest["tapped"][i].index_select(0, rows) for i in host.tap_indices[name]]
+        features = host.proposers[name].fuse(torch.cat(taps, dim=-1))
+        own_rows = np.arange(counts.sum(), dtype=np.int64)
+        host._write_now(name, features, Tokens(np.repeat(slots, counts), ranges(latest["before"], counts), own_rows))
+
+    def compared_round(slots: Any, routes: Any) -> None:
+        for name in host.order:
+            for layer in written[name]:
+                layer.shadowing = True
+            shadow(name, slots)
+            for layer in written[name]:
+                layer.shadowing = False
+        catch_up_round(slots, routes)
+        for name in host.order:
+            _compare(worker, host, name, written[name])
+
+    host._store, host._catch_up_round = remember, compared_round
+
+
+def _compare(worker: Any, host: Any, name: str, written: list[Written]) -> None:
+    """Every token that the drafter counts as cached, of every request."""
+    from vllm_crossspec.catchup.backlog import ranges
+
+    live = np.flatnonzero(host.live)
+    ends = host.backlogs[name].cached[live]
+    positions = torch.from_numpy(ranges(np.zeros_like(ends), ends))
+    slots = torch.from_numpy(np.repeat(live, ends))
+    group = host.proposers[name].kv_groups[0]
+    size = host.block_tables.block_sizes[group]
+    kv_slots = host.block_tables.block_tables[group].gpu[slots, positions // size].long() * size + positions % size
+    for layer in written:
+        for real, wanted in zip(layer.real, layer.shadow, strict=True):
+            same = (real[kv_slots] == wanted[kv_slots]).flatten(1).all(dim=1)
+            worker.compared += len(same)
+            for i in torch.nonzero(~same).flatten().tolist()[:3]:
+                worker.differences.append((name, int(slots[i]), int(positions[i])))
+
+
+def comparison(worker: Any) -> tuple[int, list[Any]]:
+    """Tokens compared, and the first that differed of each round."""
+    return worker.compared, worker.differences
+
+
+def forget_a_catch_up(worker: Any) -> None:
+    """Every fifth catch-up writes nothing."""
+    host = worker.model_runner.speculator
+    catch_up, calls = host._catch_up, [0]
+
+    def some(name: str, slots: Any, ends: Any) -> None:
+        calls[0] += 1
+        if calls[0] % 5:
+            catch_up(name, slots, ends)
+        else:
+            host.backlogs[name].cached[slots] = np.maximum(host.backlogs[name].cached[slots], ends)
+
+    host._catch_up = some
+
+
+def never_flush(worker: Any) -> None:
+    """Requests leave, and others share their blocks, without their drafters' having caught up."""
+    host = worker.model_runner.speculator
+    host.keeps_prefixes = False
+    original = host.add_requests
+
+    def add_requests(slots: list[int], num_computed: list[int]) -> None:
+        original(slots, num_computed)
+        host._shares_prefix = False
+
+    host.add_requests = add_requests

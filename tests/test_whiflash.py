@@ -1,0 +1,175 @@
+"""Routing in whole engines: plain's text whatever the routes, and caches as if every drafter were always active."""
+
+import functools
+import os
+from unittest import mock
+
+import engines
+import numpy as np
+import pytest
+import shadow
+from vllm import SamplingParams
+
+pytestmark = pytest.mark.e2e
+
+MAX_TOKENS = 24
+SEEDED = {"temperature": 1.0, "seed": 11, "max_tokens": MAX_TOKENS}
+
+
+def spec(trees=False, **router):
+    """Both pocket drafters; shorter than usual, so that there are more rounds."""
+    eagle3 = {"tree": {"depth": 4, "top_k": 3, "num_nodes": 10}} if trees else {"num_speculative_tokens": 4}
+    dflash = {"num_speculative_tokens": 7} | ({"tree": {"num_nodes": 12}} if trees else {})
+    return {
+        "method": "whiflash",
+        "drafters": {
+            "eagle3": {"model": str(engines.EAGLE3), **eagle3},
+            "dflash": {"model": str(engines.DFLASH), **dflash},
+        },
+        "router": router,
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def in_process():
+    """The tests reach into the worker."""
+    with mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
+        yield
+
+
+def texts(llm):
+    prompts = engines.prompts(6)
+    return [
+        engines.generate(llm, prompts, max_tokens=MAX_TOKENS),
+        engines.generate(llm, prompts, **SEEDED),
+        [engines.generate(llm, [prompts[0]], max_tokens=MAX_TOKENS)[0]],
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with engines.engine(None) as llm:
+        return texts(llm)
+
+
+def routing(llm):
+    return llm.collective_rpc("crossspec_routing")[0]
+
+
+@pytest.mark.parametrize("trees", [False, True], ids=["chains", "trees"])
+def test_mixed_routes_give_plains_text(plain, trees):
+    found, figures = {}, {}
+    for lazy in (True, False):
+        with engines.engine(
+            spec(trees, policy="entropy", threshold=1.0, lazy=lazy, max_backlog=64), max_num_batched_tokens=256
+        ) as llm:
+            found[lazy] = texts(llm)
+            figures[lazy] = routing(llm), llm.collective_rpc("crossspec_stats")[0]
+    assert found[True] == found[False] == plain
+    (lazy, accepted), (eager, accepted_by_eager) = figures[True], figures[False]
+    # Laziness changes no draft, and saves most of what the drafters would compute.
+    assert accepted == accepted_by_eager
+    for name, counts in lazy["drafters"].items():
+        assert counts["decisions"] == eager["drafters"][name]["decisions"] > 0
+        assert counts["switches"] == eager["drafters"][name]["switches"] > 0
+        assert eager["drafters"][name]["missed_tokens"] == 0 < counts["missed_tokens"]
+        assert sum(counts["backlog_histogram"]) == counts["switches"]
+        assert counts["caught_up_tokens"] <= eager["drafters"][name]["caught_up_tokens"]
+        assert counts["catch_ups"] < eager["drafters"][name]["catch_ups"]
+    assert lazy["waits"] >= lazy["rounds"]
+    decisions = sum(counts["decisions"] for counts in lazy["drafters"].values())
+    tokens = sum(len(text) for batch in plain for text in batch)
+    accepted_tokens = sum(counts["accepted_tokens"] for counts in accepted.values())
+    assert decisions >= tokens - accepted_tokens - sum(len(batch) for batch in plain)
+
+
+def test_a_fixed_drafter_costs_the_others_nothing():
+    with engines.engine(
+        spec(policy="fixed", drafter="dflash", max_backlog=512), enable_prefix_caching=False
+    ) as llm:
+        engines.generate(llm, engines.prompts(4), max_tokens=12)
+        drafters = routing(llm)["drafters"]
+        stats = llm.collective_rpc("crossspec_stats")[0]
+    assert drafters["eagle3"]["caught_up_tokens"] == drafters["eagle3"]["decisions"] == 0
+    assert stats["eagle3"]["drafts"] == 0 < stats["dflash"]["drafts"]
+
+
+def drive(llm, seed, num_requests=14):
+    """Requests of many kinds come at random times; some are aborted, the small cache preempts others."""
+    rng, engine = np.random.default_rng(seed), llm.llm_engine
+    questions = engines.prompts(8)
+    document = " ".join(q.removeprefix("<|im_start|>user\n") for q in questions)[:900]
+    waiting = []
+    for number in range(num_requests):
+        text = questions[int(rng.integers(8))]
+        if rng.random() < 0.5:  # a shared beginning, longer than a chunk
+            text = engines.chat(document + text)
+        waiting.append((str(number), text, int(rng.integers(6, 28))))
+    running, preempted = set(), 0
+    while waiting or engine.has_unfinished_requests():
+        while waiting and rng.random() < 0.4:
+            name, text, length = waiting.pop()
+            engine.add_request(
+                name, text, SamplingParams(temperature=1.0, seed=int(rng.integers(99)), max_tokens=length)
+            )
+            running.add(name)
+        if running and rng.random() < 0.03:
+            gone = sorted(running)[int(rng.integers(len(running)))]
+            engine.abort_request([gone])
+            running.discard(gone)
+        for output in engine.step():
+            if output.finished:
+                running.discard(output.request_id)
+    return preempted
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"seed": 1, "max_backlog": 512},
+        {"seed": 2, "max_backlog": 40, "trees": True},
+        {"seed": 3, "max_backlog": 512, "is_async": True},
+    ],
+    ids=["roomy", "crowded trees", "async"],
+)
+def test_caches_are_those_of_always_active_drafters(case):
+    settings = spec(case.get("trees", False), policy="entropy", max_backlog=case["max_backlog"])
+    with _engine(settings, case.get("is_async", False)) as llm:
+        llm.collective_rpc(shadow.pad_products)
+        llm.collective_rpc(functools.partial(shadow.route_at_random, seed=case["seed"]))
+        llm.collective_rpc(shadow.keep_shadows)
+        drive(llm, case["seed"])
+        compared, differences = llm.collective_rpc(shadow.comparison)[0]
+        counts = engines.counts(llm)
+        switches = sum(d["switches"] for d in routing(llm)["drafters"].values())
+        preempted = {m.name: m for m in llm.get_metrics()}["vllm:num_preemptions"].value
+        llm.collective_rpc(shadow.unpad)
+    assert not differences, differences[:5]
+    assert compared > 10_000 and switches > 20 and counts.prefix_hits > 0 and preempted > 0
+
+
+@pytest.mark.parametrize("broken", [shadow.forget_a_catch_up, shadow.never_flush])
+def test_the_comparison_sees(broken):
+    with _engine(spec(policy="entropy")) as llm:
+        llm.collective_rpc(shadow.pad_products)
+        llm.collective_rpc(functools.partial(shadow.route_at_random, seed=4))
+        llm.collective_rpc(shadow.keep_shadows)
+        llm.collective_rpc(broken)
+        drive(llm, 4, num_requests=8)
+        _, differences = llm.collective_rpc(shadow.comparison)[0]
+        llm.collective_rpc(shadow.unpad)
+    assert differences
+
+
+def _engine(settings, is_async=False):
+    small = {"num_gpu_blocks_override": 11, "max_num_seqs": 5, "max_num_batched_tokens": 128}
+    if not is_async:
+        return engines.engine(settings, **small)
+    return _async_engine(settings, small)
+
+
+@engines.contextlib.contextmanager
+def _async_engine(settings, small):
+    with engines.async_scheduling_on_cpu(), engines.engine(settings, async_scheduling=True, **small) as llm:
+        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+        yield llm

@@ -1,0 +1,44 @@
+"""A router from the settings of an engine."""
+
+from typing import Any
+
+import torch
+
+from vllm_crossspec.config import CrossSpecConfig
+from vllm_crossspec.router.base import Router, RouterSettings
+from vllm_crossspec.router.checkpoint import read_router
+
+
+def make_router(settings: CrossSpecConfig, vllm_config: Any, device: torch.device) -> Router:
+    """The router of these settings, its weights read."""
+    router, order = settings.router, settings.routing_order
+    assert router is not None
+    model_config = vllm_config.model_config
+    hidden_size = model_config.get_hidden_size()
+    checkpoint = None
+    if router.model is not None:
+        checkpoint = read_router(
+            router.model, hidden_size=hidden_size, drafters=order, key="speculative_config.router.model"
+        )
+    return Router(
+        RouterSettings(
+            policy=router.policy,
+            drafters=order,
+            thresholds=_thresholds(router.threshold),
+            checkpoint=checkpoint,
+            costs=None,
+            fixed=order.index(settings.active),
+        ),
+        hidden_size=hidden_size,
+        vocab_size=model_config.get_vocab_size(),
+        max_num_reqs=vllm_config.scheduler_config.max_num_seqs,
+        dtype=model_config.dtype,
+        device=device,
+    )
+
+
+def _thresholds(given: Any) -> tuple[float, ...] | None:
+    """One number for each drafter but the reference; None where they are to follow from the costs."""
+    if given == "auto":
+        return None
+    return given if isinstance(given, tuple) else (given,)
