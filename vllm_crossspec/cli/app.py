@@ -8,8 +8,10 @@ from types import FrameType
 import typer
 
 from vllm_crossspec.cli.bench import bench
+from vllm_crossspec.cli.collect import collect
 from vllm_crossspec.cli.demo import demo
 from vllm_crossspec.cli.doctor import doctor
+from vllm_crossspec.cli.router import calibrate, oracle, trace
 from vllm_crossspec.cli.runner import EngineError
 
 DEBUG_VARIABLE = "CROSSSPEC_DEBUG"
@@ -27,6 +29,10 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(bench)
 app.command()(doctor)
+app.command()(collect)
+app.command()(calibrate)
+app.command()(oracle)
+app.command()(trace)
 
 
 @app.command(
@@ -34,7 +40,7 @@ app.command()(doctor)
     add_help_option=False,
 )
 def train(context: typer.Context) -> None:
-    """Train pocket models: the target, or a drafter for it (`crossspec train --help`)."""
+    """Train models: a target, a drafter for it, or a router of drafters (`crossspec train --help`)."""
     # Its imports (torch, transformers) take seconds and belong to an extra that not everyone installs.
     try:
         from vllm_crossspec.cli.train import app as train_app

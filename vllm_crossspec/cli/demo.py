@@ -1,5 +1,7 @@
 """`crossspec demo`: every method beside plain generation, with the pocket models of the package."""
 
+import json
+import re
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +13,16 @@ from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.runner import PLAIN, Job, Prompt, Row
 
 POCKET = Path(str(resources.files("vllm_crossspec") / "pocket"))
+
+# Trees of which neither is always the better: the first two rows of whiflash keep to one drafter, for comparison.
+WHIFLASH_DRAFTERS: dict[str, dict[str, Any]] = {
+    "eagle3": {"model": "{pocket}/eagle3", "tree": {"type": "dynamic", "depth": 3, "top_k": 10, "num_nodes": 30}},
+    "dflash": {
+        "model": "{pocket}/dflash",
+        "num_speculative_tokens": 7,
+        "tree": {"type": "best_first", "num_nodes": 15},
+    },
+}
 
 METHODS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,
@@ -37,6 +49,15 @@ METHODS: dict[str, dict[str, Any] | None] = {
         "model": "{pocket}/dflash",
         "num_speculative_tokens": 7,
         "tree": {"type": "best_first", "num_nodes": 60},
+    },
+    **{
+        f"whiflash-{name}": {"method": "whiflash", "drafters": WHIFLASH_DRAFTERS, "router": router}
+        for name, router in {
+            "eagle3": {"policy": "fixed", "drafter": "eagle3"},
+            "dflash": {"policy": "fixed", "drafter": "dflash"},
+            "entropy": {"policy": "entropy", "threshold": "auto", "model": "{pocket}/router"},
+            "neural": {"policy": "neural", "model": "{pocket}/router"},
+        }.items()
     },
 }
 """Every method of the demo and its --speculative-config; `{pocket}` is the folder of the pocket models."""
@@ -108,15 +129,27 @@ def choose(methods: str | None) -> list[str]:
 
 def _job(name: str, folder: Path, prompts: list[Prompt], sampling: dict[str, Any]) -> Job:
     config = METHODS[name]
-    model = folder / "target"
-    engine: dict[str, Any] = {"model": str(model), "dtype": "float32", "max_num_seqs": 16}
+    engine: dict[str, Any] = {"model": str(folder / "target"), "dtype": "float32", "max_num_seqs": 16}
     if config is not None:
-        drafter = config["model"].format(pocket=folder)
-        engine["speculative_config"] = {**config, "model": drafter}
-        model = Path(drafter)
-    if not (model / "config.json").is_file():
-        raise ValueError(f"{model} holds no model: check out the repository whole, or train one (`crossspec train`)")
+        engine["speculative_config"] = _located(config, folder)
+    for model in pocket_folders(config):
+        if not any((folder / model / file).is_file() for file in ("config.json", "router.json")):
+            raise ValueError(
+                f"{folder / model} holds no model: check out the repository whole, or train one (`crossspec train`)"
+            )
     return Job(method=name, engine=engine, sampling=sampling, prompts=prompts)
+
+
+def pocket_folders(config: Any) -> list[str]:
+    """The folders of pocket models that a method needs, the target's first."""
+    return ["target", *sorted(set(re.findall(r"{pocket}/([\w.-]+)", json.dumps(config))))]
+
+
+def _located(value: Any, folder: Path) -> Any:
+    """The same with `{pocket}` filled in."""
+    if isinstance(value, dict):
+        return {key: _located(inner, folder) for key, inner in value.items()}
+    return value.replace("{pocket}", str(folder)) if isinstance(value, str) else value
 
 
 def show_texts(prompts: list[Prompt], groups: dict[str, dict[str, Any]]) -> None:

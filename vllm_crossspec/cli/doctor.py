@@ -4,7 +4,6 @@ import importlib
 import json
 import os
 import platform
-import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_crossspec.cli.demo import METHODS, POCKET
+from vllm_crossspec.cli.demo import METHODS, POCKET, pocket_folders
 from vllm_crossspec.cli.meta import GIB
 
 PLUGIN, PLUGIN_GROUP = "crossspec", "vllm.general_plugins"
@@ -230,7 +229,7 @@ def check_touch_points() -> list[Check]:
 
 def check_pocket() -> list[Check]:
     """The models of the demo: there, whole and readable."""
-    folders = ["target", *sorted(set(re.findall(r"{pocket}/([\w.-]+)", json.dumps(METHODS))))]
+    folders = pocket_folders(METHODS)
     problems = [problem for name in folders if (problem := _model_problem(POCKET / name))]
     fix = "check out the repository whole (`git checkout -- vllm_crossspec/pocket`)"
     if problems:
@@ -239,7 +238,7 @@ def check_pocket() -> list[Check]:
 
 
 def _model_problem(folder: Path) -> str | None:
-    if not (folder / "config.json").is_file():
+    if not any((folder / file).is_file() for file in ("config.json", "router.json")):
         return f"{folder} holds no model"
     reader = _import("vllm_crossspec.drafters.checkpoint")
     if isinstance(reader, str):

@@ -1,5 +1,6 @@
 """Prompt files: JSON lines with a `prompt`, or with Spec-Bench's `turns`, and an optional `category`."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Read a prompt file.
 
     Args:
-        path: of a `.jsonl` file; every row is an object with `prompt` (text) or `turns` (list of texts).
+        path: of a `.jsonl` or `.jsonl.gz` file; every row is an object with `prompt` (text) or `turns` (list of texts).
 
     Raises:
         ValueError: a row that cannot be used, by file and line number, or a file without rows.
@@ -21,13 +22,18 @@ def read_prompts(path: Path) -> list[Prompt]:
     """
     try:
         # Not splitlines(): a text may hold U+2028 and the like.
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except UnicodeDecodeError as problem:
+        lines = _read(path).decode("utf-8").split("\n")
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as problem:
         raise ValueError(f"{path} is not a text file in UTF-8: save it as UTF-8 JSON lines") from problem
     prompts = [_parse(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
     if not prompts:
         raise ValueError(f"{path} holds no prompt: write one JSON object a line, with `prompt` or `turns`")
     return prompts
+
+
+def _read(path: Path) -> bytes:
+    content = path.read_bytes()
+    return gzip.decompress(content) if path.suffix == ".gz" else content
 
 
 def _parse(line: str, where: str) -> Prompt:

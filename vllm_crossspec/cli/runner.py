@@ -152,7 +152,7 @@ def run(job: Job, listener: Listener) -> Run:
         environment: dict[str, Any] = {}
         groups: dict[str, dict[str, Any]] = {}
         refusal = ""
-        with log_file.open("w") as log, _engine_process(job_file, log) as (process, events):
+        with log_file.open("w") as log, engine_process(job_file, log) as (process, events):
             for event in events:
                 kind = event.pop("event")
                 listener({"event": kind, **event})
@@ -166,7 +166,7 @@ def run(job: Job, listener: Listener) -> Run:
         if refusal:
             raise ValueError(f"{job.method}: {refusal}")
         if status != 0:
-            raise EngineError(_post_mortem(job.method, status, log_file.read_text(errors="replace")))
+            raise EngineError(post_mortem(job.method, status, log_file.read_text(errors="replace")))
         missing = [category for category in by_category(job.prompts) if category not in groups]
         if missing:
             raise EngineError(f"{job.method}: the engine's process ended without results for {missing[0]}")
@@ -174,11 +174,19 @@ def run(job: Job, listener: Listener) -> Run:
 
 
 @contextmanager
-def _engine_process(job_file: Path, log: TextIO) -> Iterator[tuple[subprocess.Popen[bytes], Iterator[dict[str, Any]]]]:
-    """The process and its events; on the way out the process and everything that it started are gone."""
+def engine_process(
+    job_file: Path, log: TextIO, module: str | None = None
+) -> Iterator[tuple[subprocess.Popen[bytes], Iterator[dict[str, Any]]]]:
+    """The process and its events; on the way out the process and everything that it started are gone.
+
+    Args:
+        job_file: what the module reads.
+        log: takes what the process prints.
+        module: that the process runs, with the file and a descriptor for its events; None is the demo's.
+    """
     read_end, write_end = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-m", CHILD_MODULE, str(job_file), str(write_end)],
+        [sys.executable, "-m", module or CHILD_MODULE, str(job_file), str(write_end)],
         stdout=log,
         stderr=log,
         stdin=subprocess.DEVNULL,
@@ -223,7 +231,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def _post_mortem(method: str, status: int, log: str) -> str:
+def post_mortem(method: str, status: int, log: str) -> str:
+    """What to tell of an engine process that died: how, the likely cause, the end of its log."""
     lines = [line for line in log.splitlines() if line.strip()]
     errors = [m.group(1) for line in lines if (m := re.search(r"\b(\w+(?:Error|Exception): .+)$", line))]
     # vLLM's front end only says that its engine core failed and points at the lines above.

@@ -1,4 +1,4 @@
-"""`crossspec train`: a target, its responses, and the drafters that guess them."""
+"""`crossspec train`: a target, its responses, the drafters that guess them, and the router that chooses among these."""
 
 import importlib.util
 import sys
@@ -19,6 +19,7 @@ app = typer.Typer(
        the prompts: drafters learn from the text that they will have to guess.
     3. `crossspec train eagle3 --data work/responses --target work/target/model --out work/eagle3` and
        `crossspec train dflash` alike.
+    4. `crossspec train router --records work/records --out work/router`, from what `crossspec collect` recorded.
 
     TEXT is a folder of `train-*.jsonl[.gz]` (and `dev-*.jsonl[.gz]`, held out), one row a line, with `prompt`,
     `response` and `category`. Every command is seeded, shows its progress, goes on where it was stopped when it is
@@ -236,3 +237,75 @@ def train_dflash_command(
     )
     train_dflash(data, target, out, config, LoopConfig(steps=steps, lr=lr, seed=seed))
     sys.stdout.write(f"drafter in {out / 'model'}\n")
+
+
+@app.command("router")
+def train_router_command(
+    records: Annotated[Path, typer.Option(help="Folder that `crossspec collect` wrote, finished or not.")],
+    out: Annotated[Path, typer.Option(help="Folder of the router: router.json and model.safetensors.")],
+    drafters: Annotated[
+        str | None, typer.Option(help="Comma-separated names, to route between some of the recorded drafters only.")
+    ] = None,
+    lr: Annotated[float, typer.Option(min=0.0, help="Peak learning rate of AdamW; falls along a cosine.")] = 1e-3,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the records; few records need more.")] = 1,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Records of one optimizer step.")] = 8192,
+    dropout: Annotated[float, typer.Option(min=0.0, max=0.9, help="In the middle layer.")] = 0.1,
+    weight_decay: Annotated[float, typer.Option(min=0.0, help="Of AdamW.")] = 0.01,
+    held_out: Annotated[
+        float, typer.Option(min=0.0, max=0.9, help="Share of the texts kept for the report (and for --patience).")
+    ] = 0.1,
+    patience: Annotated[
+        int, typer.Option(min=0, help="End after so many epochs without a better held-out error; 0: never.")
+    ] = 0,
+    weighting: Annotated[
+        str, typer.Option(help="uniform: every token alike, as the paper. visits: by how likely a round begins there.")
+    ] = "uniform",
+    seed: Seed = 0,
+    threads: Threads = 0,
+) -> None:
+    """Train the neural router of WhiFlash: by how many tokens each drafter would beat the reference, the last one.
+
+    Prints, for held-out texts, the share of the gains' variance that it explains and the acceptance lengths of single
+    drafters, routers and oracles. It is a few seconds of work for the pocket models.
+    """
+    if weighting not in ("uniform", "visits"):
+        raise ValueError(f"--weighting {weighting}: choose uniform or visits")
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"--out {out} is a file; name a folder")
+    import torch
+    from rich.progress import Progress
+
+    from vllm_crossspec.router.checkpoint import save_router
+    from vllm_crossspec.training.records import choose_drafters, read_records
+    from vllm_crossspec.training.router import RouterConfig, train_router
+
+    if threads:
+        torch.set_num_threads(threads)
+    data = read_records(records)
+    if drafters is not None:
+        data = choose_drafters(data, [name.strip() for name in drafters.split(",")])
+    config = RouterConfig(
+        lr=lr,
+        epochs=epochs,
+        batch_tokens=batch_tokens,
+        dropout=dropout,
+        weight_decay=weight_decay,
+        held_out=held_out,
+        patience=patience,
+        weighting=weighting,
+        seed=seed,
+    )
+    with Progress() as progress:
+        task = progress.add_task("router")
+
+        def step(done: int, total: int, error: float | None) -> None:
+            text = "router" if error is None else f"router  held-out error {error:.3f}"
+            progress.update(task, completed=done, total=total, description=text)
+
+        checkpoint, report = train_router(data, config, step)
+    save_router(out, checkpoint)
+    r2 = ", ".join(f"{share:+.3f}" for share in report.r2)
+    sys.stdout.write(f"held out: {report.num_texts} texts, {report.num_records} records; R^2 of the gains {r2}\n")
+    for name, length in report.lengths.items():
+        sys.stdout.write(f"  {name:16s} {length:.3f} tokens a round\n")
+    sys.stdout.write(f"router in {out}\n")

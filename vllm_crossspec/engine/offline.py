@@ -44,8 +44,16 @@ class Generation(NamedTuple):
     accepted_histogram: list[int]
 
 
-def main(argv: list[str]) -> int:
-    """Run the job; the exit status."""
+def run_job(argv: list[str], run: Callable[[dict[str, Any], Emit], None]) -> int:
+    """What every engine process does with its arguments.
+
+    Args:
+        argv: file of the job, number of the descriptor for events.
+        run: does the job and emits its events.
+
+    Returns:
+        The exit status.
+    """
     job = json.loads(Path(argv[0]).read_text())
     events = os.fdopen(int(argv[1]), "w", buffering=1)
     # Processes that vLLM starts must not hold the channel open after this one has died.
@@ -55,7 +63,7 @@ def main(argv: list[str]) -> int:
         events.write(json.dumps({"event": event, **fields}) + "\n")
 
     try:
-        _run(job, emit)
+        run(job, emit)
     except ValueError as problem:
         emit("error", message=_sentence(problem))
         raise
@@ -64,8 +72,8 @@ def main(argv: list[str]) -> int:
 
 def _run(job: dict[str, Any], emit: Emit) -> None:
     started = time.perf_counter()
-    llm = _start_engine(job["engine"])
-    prompts = [[_Conversation(llm, row, job["chat"]) for row in group["prompts"]] for group in job["groups"]]
+    llm = start_engine(job["engine"])
+    prompts = [[Conversation(llm, row, job["chat"]) for row in group["prompts"]] for group in job["groups"]]
     limit = llm.model_config.max_model_len
     for conversation in (c for group in prompts for c in group):
         conversation.next_prompt(limit)
@@ -76,7 +84,7 @@ def _run(job: dict[str, Any], emit: Emit) -> None:
         [0],
         _silent,
     )
-    emit("ready", seconds=time.perf_counter() - started, **_environment())
+    emit("ready", seconds=time.perf_counter() - started, **environment())
     for group, conversations in zip(job["groups"], prompts, strict=True):
         started = time.perf_counter()
         generations = _answer(llm, conversations, job["sampling"], emit)
@@ -88,7 +96,8 @@ def _run(job: dict[str, Any], emit: Emit) -> None:
         )
 
 
-def _start_engine(engine: dict[str, Any]) -> Any:
+def start_engine(engine: dict[str, Any]) -> Any:
+    """vLLM's LLM with these arguments, as fits the machine and the counting of rounds."""
     from vllm import LLM
     from vllm.platforms import current_platform
 
@@ -103,7 +112,7 @@ def _start_engine(engine: dict[str, Any]) -> Any:
     return LLM(enable_prefix_caching=False, disable_log_stats=True, **settings)
 
 
-class _Conversation:
+class Conversation:
     """The turns of one prompt row, each a generation whose answer joins the history of the next."""
 
     def __init__(self, llm: Any, row: dict[str, Any], chat: bool | None) -> None:
@@ -117,15 +126,19 @@ class _Conversation:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def next_prompt(self, max_model_len: int) -> list[int]:
-        """Token ids of the next turn's prompt. Raises ValueError where they leave no room for an answer."""
+    def next_prompt(self, max_model_len: int | None) -> list[int]:
+        """Token ids of the next turn's prompt. Raises ValueError where they leave no room for an answer.
+
+        Args:
+            max_model_len: tokens of prompt and answer; None where the caller looks at the length.
+        """
         messages = [*self._messages, {"role": "user", "content": self._turns[len(self._messages) // 2]}]
         if self._chat:
             text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
             token_ids = self._tokenizer.encode(text, add_special_tokens=False)
         else:
             token_ids = self._tokenizer.encode("\n".join(message["content"] for message in messages))
-        if len(token_ids) >= max_model_len:
+        if max_model_len is not None and len(token_ids) >= max_model_len:
             raise ValueError(
                 f"{self._where}: the prompt has {len(token_ids)} tokens and the model takes {max_model_len} "
                 "with the answer: shorten it, or raise --max-model-len if the model allows"
@@ -133,11 +146,12 @@ class _Conversation:
         return token_ids
 
     def add_answer(self, text: str) -> None:
+        """Make the answer part of the next turn's history."""
         turn = self._turns[len(self._messages) // 2]
         self._messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": text}]
 
 
-def _answer(llm: Any, conversations: list[_Conversation], sampling: dict[str, Any], emit: Emit) -> list[Generation]:
+def _answer(llm: Any, conversations: list[Conversation], sampling: dict[str, Any], emit: Emit) -> list[Generation]:
     """All turns of all conversations: the first turns as one batch, then the second ones, and so on."""
     limit = llm.model_config.max_model_len
     generations: list[Generation] = []
@@ -194,7 +208,7 @@ def _silent(event: str, **fields: Any) -> None:
     """Takes the events of the warm-up, which nobody waits for."""
 
 
-def _environment() -> dict[str, Any]:
+def environment() -> dict[str, Any]:
     """What ran: versions, device, and whether Triton's kernels were interpreted."""
     import triton
     from vllm.platforms import current_platform
@@ -223,4 +237,4 @@ def _sentence(problem: ValueError) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(run_job(sys.argv[1:], _run))

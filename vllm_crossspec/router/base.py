@@ -201,5 +201,5 @@ class Router:
 
     def release(self, slots: torch.Tensor) -> None:
         """Forget what ``slots`` (int64 [n]) did and wanted, for the requests that come into them."""
-        self.previous[slots] = -1
-        self.forced[slots] = -1
+        for wishes in (self.previous, self.forced):
+            wishes.index_fill_(0, slots, -1)  # an assignment by index would wait for the device

@@ -32,7 +32,7 @@ class RoundCosts:
         batch_sizes: [B] requests, ascending.
         draft: [B][N] one draft of every request with this drafter.
         verify: [B][N] the target's pass over this drafter's drafts.
-        switch: [B][N] one request coming to this drafter: its catch-up over a backlog of mean length.
+        switch: [B][N] every request coming to this drafter: its catch-up over backlogs of mean length.
     """
 
     batch_sizes: tuple[int, ...]

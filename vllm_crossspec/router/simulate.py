@@ -60,7 +60,8 @@ class Outcome(NamedTuple):
     @property
     def shares(self) -> list[float]:
         """[N] share of the rounds that each drafter drafted."""
-        return (self.rounds.sum(dim=0) / max(int(self.rounds.sum()), 1)).tolist()
+        total = max(int(self.rounds.sum()), 1)
+        return [int(count) / total for count in self.rounds.sum(dim=0)]
 
     @property
     def num_switches(self) -> int:
@@ -222,3 +223,25 @@ def oracle_by_group(trajectories: Trajectories, groups: Sequence[Sequence[int]],
 def _last_argmax(values: torch.Tensor) -> torch.Tensor:
     """int64 [M] last column with the most of [M, N]."""
     return values.shape[1] - 1 - values.flip(1).argmax(dim=1)
+
+
+def visits(trajectories: Trajectories) -> torch.Tensor:
+    """float64 [M] how likely a round begins at each record when every round's drafter is drawn with equal odds.
+
+    Rounds begin where a draft has just failed, so they see harder places than an average token is; a router that is
+    fitted to where it will be asked weighs its records by this.
+    """
+    lengths, known, starts, ends = trajectories
+    num_drafters = lengths.shape[1]
+    steps = torch.minimum(lengths, known[:, None]).clamp(min=1)
+    odds = torch.zeros(lengths.shape[0], dtype=torch.float64)
+    texts = (starts < ends).nonzero()[:, 0]
+    odds[starts[texts]] = 1.0
+    for offset in range(int((ends - starts).max()) if len(starts) else 0):
+        at = starts[texts] + offset
+        texts, at = texts[at < ends[texts]], at[at < ends[texts]]
+        for drafter in range(num_drafters):
+            target = at + steps[at, drafter]
+            inside = target < ends[texts]
+            odds[target[inside]] += odds[at[inside]] / num_drafters
+    return odds

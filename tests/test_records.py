@@ -1,0 +1,427 @@
+"""Records of every drafter at every token: what is read off a text, what is on disk, and real engines in the end."""
+
+import gzip
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+from steps import DEVICE, random_parents
+
+from vllm_crossspec.cli import app
+from vllm_crossspec.drafters.eagle3 import batched as batched_levels
+from vllm_crossspec.drafters.eagle3 import levels
+from vllm_crossspec.router.simulate import always, walk
+from vllm_crossspec.training import records
+from vllm_crossspec.training.records import NO_TOKEN, Answer, Facts, acceptance_lengths, assemble
+from vllm_crossspec.training.router import trajectories
+from vllm_crossspec.tree import batched, naive
+from vllm_crossspec.types import TokenTree
+
+FACTS = Facts("a target", 4, ("tree", "chain"), (3, 2))
+
+
+def accepted_slowly(tokens: list[int], parents: list[int], following: list[int]) -> int:
+    """1 + the longest path from the root that the following tokens spell, found node by node."""
+    best = 0
+    for node in range(len(tokens)):
+        path, row = [], node + 1
+        while row > 0:
+            path.append(tokens[row - 1])
+            row = parents[row - 1]
+        path.reverse()
+        if path == following[: len(path)]:
+            best = max(best, len(path))
+    return 1 + best
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_acceptance_is_the_longest_path_that_the_text_spells(seed):
+    rng = random.Random(seed)
+    num_nodes, depth = rng.randrange(1, 20), rng.randrange(1, 7)
+    trees = [random_parents(rng, num_nodes, depth) for _ in range(9)]
+    # A small vocabulary, so that paths are often right; dead nodes at the end.
+    tokens = [[rng.randrange(3) if i < num_nodes - rng.randrange(4) else -1 for i in range(num_nodes)] for _ in trees]
+    following = [[rng.randrange(3) for _ in range(rng.randrange(depth + 1))] for _ in trees]
+    truth = [text + [NO_TOKEN] * (depth - len(text)) for text in following]
+    found = acceptance_lengths(
+        torch.tensor(tokens), torch.tensor(trees, dtype=torch.uint8), torch.tensor(truth, dtype=torch.int64)
+    )
+    assert found.tolist() == [accepted_slowly(*case) for case in zip(tokens, trees, following, strict=True)]
+    chain = list(range(num_nodes))
+    found = acceptance_lengths(torch.tensor(tokens), None, torch.tensor(truth, dtype=torch.int64))
+    assert found.tolist() == [
+        accepted_slowly(drafted, chain, text) for drafted, text in zip(tokens, following, strict=True)
+    ]
+
+
+def made_up_steps(answers: dict[int, Answer], seed: int) -> list[tuple[list[str], bytes]]:
+    """What an engine would have recorded for these texts, in pieces and in no order, with what must be dropped."""
+    rng = random.Random(seed)
+    rows = []
+    for number, answer in answers.items():
+        for index in range(-2, len(answer.token_ids) + 2):  # inside the prompt, and computed ahead past the end
+            rows.append((number, index))
+    rows += rng.sample(rows, 3)  # recorded again after a preemption
+    rng.shuffle(rows)
+    pieces = []
+    for start in range(0, len(rows), 7):
+        part = rows[start : start + 7]
+        ids = [f"{number}-{rng.randrange(16**8):08x}" for number, _ in part]
+        tensors = {
+            "position": torch.tensor([answers[n].num_prompt_tokens + i for n, i in part]),
+            "num_sampled": torch.tensor([int(i >= 0) for _, i in part], dtype=torch.int32),
+            "hidden": torch.tensor([[n, i, 0.5, -1.0] for n, i in part], dtype=torch.float32),
+            "entropy": torch.tensor([n + i / 100 for n, i in part]),
+            "tokens.tree": torch.tensor([draft_of(n, i) for n, i in part], dtype=torch.int32),
+            "parents.tree": torch.tensor([[0, 1, 0, 3, 4]] * len(part), dtype=torch.uint8),
+            "tokens.chain": torch.tensor([draft_of(n, i)[:2] for n, i in part], dtype=torch.int32),
+        }
+        pieces.append((ids, save(tensors)))
+    return pieces
+
+
+def draft_of(number: int, index: int) -> list[int]:
+    """The tree that is drafted at a place; the same whenever it is asked for."""
+    rng = random.Random(number * 1000 + index)
+    return [rng.randrange(3) for _ in range(4)] + [-1]
+
+
+@pytest.fixture
+def answers() -> dict[int, Answer]:
+    rng = random.Random(5)
+    lengths = {4: 9, 0: 1, 7: 14, 2: 2}
+    return {
+        number: Answer("code" if number % 2 else "chat", 3 + number, [rng.randrange(3) for _ in range(count)], "stop")
+        for number, count in lengths.items()
+    }
+
+
+def test_a_shard_holds_every_token_but_each_texts_last(tmp_path, answers):
+    tensors = assemble(made_up_steps(answers, 1), answers, FACTS)
+    expected = [(n, i) for n in sorted(answers) for i in range(len(answers[n].token_ids) - 1)]
+    assert list(zip(tensors["text"].tolist(), tensors["position"].tolist(), strict=True)) == expected
+    assert tensors["hidden"][:, :2].tolist() == [[n, i] for n, i in expected]
+    for row, (number, index) in enumerate(expected):
+        rest, drafted = answers[number].token_ids[index + 1 :], draft_of(number, index)
+        lengths = [accepted_slowly(drafted, [0, 1, 0, 3, 4], rest), accepted_slowly(drafted[:2], [0, 1], rest)]
+        assert tensors["lengths"][row].tolist() == lengths
+        assert tensors["known"][row] == len(rest)
+    records.claim(tmp_path, {"model": "a target"})
+    records.write_shard(records.shard_path(tmp_path, 0), tensors, answers, FACTS)
+    read = records.read_records(tmp_path)
+    assert read.facts == FACTS and read.categories == ("chat", "code")
+    assert [(t.number, t.category, t.end - t.start) for t in read.texts] == [
+        (2, "chat", 1),
+        (4, "chat", 8),
+        (7, "code", 13),
+    ]
+    assert torch.equal(read.lengths, tensors["lengths"].long()) and torch.equal(read.entropy, tensors["entropy"])
+    ((shard, hidden),) = records.hidden_states(read.shards)
+    assert (shard.start, shard.end) == (0, 22) and torch.equal(hidden, tensors["hidden"])
+
+
+def test_records_near_the_end_are_marked_uncertain(tmp_path, answers):
+    records.claim(tmp_path, {})
+    tensors = assemble(made_up_steps(answers, 2), answers, FACTS)
+    records.write_shard(records.shard_path(tmp_path, 0), tensors, answers, FACTS)
+    read = records.read_records(tmp_path)
+    # The deepest draft has 3 tokens: fewer known ones leave its length open, whether or not it reached the end.
+    assert read.is_complete.tolist() == [known >= 3 for known in tensors["known"].tolist()]
+    longest = 1 + torch.minimum(torch.tensor(FACTS.depths), read.known[:, None])
+    assert (read.lengths <= longest).all()
+
+
+def test_a_token_without_a_record_is_noticed(answers):
+    steps = made_up_steps({7: answers[7]}, 3)
+    shorter = {7: answers[7]._replace(token_ids=answers[7].token_ids * 3)}
+    with pytest.raises(RuntimeError, match=r"recorded 16 of 41 tokens"):
+        assemble(steps, shorter, FACTS)
+
+
+def shard_of(folder: Path, number: int, answers: dict[int, Answer], facts: Facts = FACTS) -> Path:
+    path = records.shard_path(folder, number)
+    records.write_shard(path, assemble(made_up_steps(answers, number), answers, facts), answers, facts)
+    return path
+
+
+def test_what_is_no_folder_of_records_is_refused_in_a_sentence(tmp_path, answers):
+    with pytest.raises(ValueError, match=r"--records .* holds no records.json; give a folder that"):
+        records.read_records(tmp_path)
+    records.claim(tmp_path, {"model": "a", "sampling": {"temperature": 0.0}})
+    records.claim(tmp_path, {"model": "a", "sampling": {"temperature": 0.0}})
+    with pytest.raises(ValueError, match=r"another sampling \(.*0.0.*, here .*0.5.*\); give another folder"):
+        records.claim(tmp_path, {"model": "a", "sampling": {"temperature": 0.5}})
+    with pytest.raises(ValueError, match="holds no finished shard yet"):
+        records.read_records(tmp_path)
+    first = shard_of(tmp_path, 0, answers)
+    other = shard_of(tmp_path, 1, answers, FACTS._replace(depths=(4, 2)))
+    with pytest.raises(ValueError, match="of different drafters or targets"):
+        records.read_records(tmp_path)
+    other.write_bytes(first.read_bytes()[:200])
+    with pytest.raises(ValueError, match=r"shard-00001.safetensors is no whole shard of records"):
+        records.read_records(tmp_path)
+    (tmp_path / records.INDEX_FILE).write_text("{")
+    with pytest.raises(ValueError, match="is damaged"):
+        records.claim(tmp_path, {})
+
+
+def test_some_of_the_drafters_can_be_chosen(tmp_path, answers):
+    records.claim(tmp_path, {})
+    shard_of(tmp_path, 0, answers)
+    read = records.read_records(tmp_path)
+    assert records.choose_drafters(read, ["chain", "tree"]).facts == FACTS
+    for names, sentence in ((["tree"], "at least two"), (["tree", "eagle"], "'eagle' is none of the recorded")):
+        with pytest.raises(ValueError, match=sentence):
+            records.choose_drafters(read, names)
+
+
+# -- the builders that stand in for interpreted kernels ------------------------------------------------------------
+
+
+def empty_tree(num_reqs: int, width: int) -> TokenTree:
+    return TokenTree(
+        *(torch.full((num_reqs, width), -77, dtype=dtype) for dtype in (torch.int64, torch.int32, torch.float32)),
+        torch.full((num_reqs,), -77, dtype=torch.int32),
+    )
+
+
+def random_scores(seed: int, *shape: int) -> torch.Tensor:
+    """Falling log-probabilities, with ties in some and impossible candidates in others."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.rand(*shape, generator=generator).log().sort(dim=-1, descending=True).values
+    if seed % 3 == 0:
+        scores = torch.where(scores < -1.5, float("-inf"), scores)
+    return (scores * 2).round() / 2 if seed % 4 == 0 else scores
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_batched_builders_make_the_same_trees(seed):
+    rng = random.Random(seed)
+    num_reqs, depth, k, num_nodes = rng.randrange(1, 5), rng.randrange(1, 7), rng.randrange(1, 9), rng.randrange(1, 50)
+    scores = random_scores(seed, num_reqs, depth, k)
+    tokens = torch.randint(0, 99, scores.shape, generator=torch.Generator().manual_seed(seed))
+    outs = [empty_tree(num_reqs, num_nodes + 3) for _ in range(2)]
+    for module, out in zip((batched, naive), outs, strict=True):
+        module.best_first(log_probs=scores, tokens=tokens, num_nodes=num_nodes, out=out)
+    assert all(map(torch.equal, *outs))
+
+    ours = batched.DynamicTree(num_nodes=num_nodes, depth=depth, top_k=k)
+    truth = naive.DynamicTree(num_nodes=num_nodes, depth=depth, top_k=k, max_num_reqs=num_reqs, device="cpu")
+    scores, tokens = random_scores(seed, num_reqs, k), torch.randint(0, 99, (num_reqs, k))
+    beams = [tree.start(scores, tokens) for tree in (ours, truth)]
+    for level in range(2, depth + 2):
+        live = beams[1].log_probs > float("-inf")  # nothing reads what a dead node brings
+        assert all(torch.equal(a[live], b[live]) for a, b in zip(*beams, strict=True))
+        if level > depth:
+            break
+        scores, tokens = random_scores(seed + level, num_reqs, k, k), torch.randint(0, 99, (num_reqs, k, k))
+        beams = [tree.expand(level, scores, tokens) for tree in (ours, truth)]
+    outs = [empty_tree(num_reqs, num_nodes + 3) for _ in range(2)]
+    ours.finish(outs[0])
+    truth.finish(outs[1])
+    assert all(map(torch.equal, *outs))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_batched_levels_get_the_same_inputs(level):
+    num_reqs, k, width = 3, 4, 10
+    rows_before = 1 if level == 1 else k
+    given = {
+        "parent_states": torch.randn(num_reqs * rows_before, width, device=DEVICE),
+        "beam_parents": torch.randint(0, rows_before, (num_reqs, k), dtype=torch.int32, device=DEVICE),
+        "root_positions": torch.tensor([5, 98, 0, 7], device=DEVICE),
+        "level": level,
+        "last_position": 99,
+    }
+    made = []
+    for module in (levels, batched_levels):
+        states = torch.full((20, width), -77.0, device=DEVICE)
+        positions = torch.full((20,), -77, device=DEVICE)
+        module.prepare_level(**given, states=states, positions=positions)
+        made.append((states, positions))
+    assert all(map(torch.equal, *made))
+
+
+# -- real engines -------------------------------------------------------------------------------------------------
+
+COLLECT = ("--limit", "2", "--max-tokens", "10", "--shard-prompts", "2", "--max-model-len", "512", "--batch-size", "4")
+
+
+def collect(folder: Path, *options: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "vllm_crossspec.cli.app", "collect", "--out", str(folder), *COLLECT, *options]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def finished(process: subprocess.Popen) -> str:
+    output, _ = process.communicate(timeout=900)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def prompt_file(tmp_path_factory) -> Path:
+    from engines import POCKET
+
+    rows = [json.loads(line) for line in (POCKET / "prompts.jsonl").read_text().splitlines()]
+    file = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows if row["category"] in ("math", "code")))
+    return file
+
+
+@pytest.fixture(scope="module")
+def spec_file(tmp_path_factory) -> Path:
+    from engines import DFLASH, EAGLE3, K
+
+    drafters = {
+        "eagle3": {"model": str(EAGLE3), "num_speculative_tokens": K},
+        "dflash": {"model": str(DFLASH), "num_speculative_tokens": K, "tree": {"num_nodes": 15}},
+    }
+    file = tmp_path_factory.mktemp("spec") / "spec.json"
+    file.write_text(json.dumps({"method": "whiflash", "drafters": drafters}))
+    return file
+
+
+@pytest.fixture(scope="module")
+def collected(tmp_path_factory, prompt_file, spec_file) -> Path:
+    folder = tmp_path_factory.mktemp("records")
+    finished(collect(folder, "--prompts", str(prompt_file), "--spec", str(spec_file)))
+    return folder
+
+
+@pytest.mark.e2e
+def test_lengths_are_what_a_speculating_engine_accepts(collected, prompt_file):
+    from engines import EAGLE3, chat, engine, ours
+    from vllm import SamplingParams
+
+    read = records.read_records(collected)
+    assert read.facts.drafters == ("eagle3", "dflash") and read.facts.depths == (7, 7)
+    prompts = [json.loads(line) for line in prompt_file.read_text().splitlines()]
+    by_category = {c: [p["prompt"] for p in prompts if p["category"] == c][:2] for c in ("math", "code")}
+    # Categories take turns, in the order of the file.
+    texts = [p for row in zip(*(by_category[c] for c in read.categories), strict=True) for p in row]
+    with engine(ours("eagle3", EAGLE3), enable_prefix_caching=False, per_request_spec_decode_metrics="summary") as llm:
+        outputs = llm.generate([chat(p) for p in texts], SamplingParams(temperature=0.0, max_tokens=10), use_tqdm=False)
+    for text, output in zip(read.texts, outputs, strict=True):
+        assert text.end - text.start == len(output.outputs[0].token_ids) - 1
+        places: list[int] = []
+        walk(trajectories(read, [text]), always(0), lambda at, _, places=places: places.append(int(at[0])))
+        rounds = (read.lengths[places, 0] - 1).tolist()
+        left = list(output.outputs[0].spec_decode_metrics.histogram)
+        # The engine counts the last round before the text is cut at its end.
+        for accepted in rounds[:-1]:
+            left[accepted] -= 1
+        assert sorted(left)[0] == 0 and sum(left) == 1 and left.index(1) >= rounds[-1]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_a_killed_collection_goes_on_to_the_same_records(collected, tmp_path, prompt_file, spec_file):
+    options = ("--prompts", str(prompt_file), "--spec", str(spec_file))
+    process = collect(tmp_path, *options)
+    deadline = time.monotonic() + 600
+    while not records.shard_path(tmp_path, 0).is_file():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    process.kill()
+    process.wait()
+    for child in children:  # the engine's process leads a session of its own
+        os.killpg(int(child), signal.SIGKILL)
+    assert not records.shard_path(tmp_path, 1).is_file()
+    first = records.shard_path(tmp_path, 0)
+    stamp = first.stat().st_mtime_ns
+    finished(collect(tmp_path, *options))
+    assert first.stat().st_mtime_ns == stamp, "a finished shard was made again"
+    for number in range(2):
+        whole, resumed = (content_of(records.shard_path(folder, number)) for folder in (collected, tmp_path))
+        assert whole[0] == resumed[0] and whole[1].keys() == resumed[1].keys()
+        assert all(torch.equal(tensor, resumed[1][name]) for name, tensor in whole[1].items())
+
+
+def content_of(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
+    """Metadata and tensors; the order in which the file has them is no part of it."""
+    with safe_open(path, "pt") as file:
+        return file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+
+
+PLAYED_ENGINE = """
+import json, os, sys
+from pathlib import Path
+job, events = json.load(open(sys.argv[1])), os.fdopen(int(sys.argv[2]), "w", buffering=1)
+def emit(event, **fields):
+    events.write(json.dumps({"event": event, **fields}) + "\\n")
+out = Path(job["out"])
+with (out / "asked").open("a") as asked:
+    asked.write(json.dumps([shard["number"] for shard in job["shards"]]) + "\\n")
+if job["model"] == "bad":
+    emit("error", message="router.policy: no such target")
+    sys.exit(1)
+emit("ready")
+for shard in job["shards"][:2]:
+    (out / f"shard-{shard['number']:05d}.safetensors").write_text(json.dumps(shard))
+    emit("progress", num_tokens=3)
+    emit("shard", number=shard["number"], num_texts=1, num_records=2)
+if len(job["shards"]) > 2:
+    print("ZeroDivisionError: the third shard")
+    sys.exit(3)
+"""
+
+
+def test_only_missing_shards_are_asked_for_again(tmp_path, capsys, monkeypatch):
+    """The engine's process is played by a script that dies at the third shard."""
+    (tmp_path / "played_collection.py").write_text(PLAYED_ENGINE)
+    monkeypatch.setattr("vllm_crossspec.cli.collect.COLLECT_MODULE", "played_collection")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    rows = [{"category": "a", "turns": ["1", "2"]}, {"category": "a", "prompt": "3"}, {"category": "b", "prompt": "4"}]
+    compressed = gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
+    (tmp_path / "rows.jsonl.gz").write_bytes(compressed)
+    out = tmp_path / "out"
+    options = ["--prompts", str(tmp_path / "rows.jsonl.gz"), "--shard-prompts", "1"]
+
+    def run(folder: Path, *more: str) -> int | str | None:
+        monkeypatch.setattr(sys, "argv", ["crossspec", "collect", "--out", str(folder), *options, *more])
+        with pytest.raises(SystemExit) as end:
+            app.main()
+        return end.value.code
+
+    assert run(out) == app.USAGE_ERROR
+    assert "ended with status 3: ZeroDivisionError: the third shard" in capsys.readouterr().err
+    assert run(out) == run(out) == 0
+    assert [json.loads(line) for line in (out / "asked").read_text().splitlines()] == [[0, 1, 2], [2]]
+    # Categories take turns, and a prompt of two turns makes two texts.
+    shards = [json.loads(records.shard_path(out, i).read_text())["prompts"] for i in range(3)]
+    assert [[(p["text"], p["turns"]) for p in shard] for shard in shards] == [
+        [(0, ["1", "2"])], [(2, ["4"])], [(3, ["3"])],
+    ]  # fmt: skip
+    (tmp_path / "bad").mkdir()
+    assert run(tmp_path / "bad", "--model", "bad") == app.USAGE_ERROR
+    assert capsys.readouterr().err.endswith("crossspec: collect: router.policy: no such target\n")
+
+
+def test_collect_refuses_what_cannot_be_recorded(tmp_path, capsys, monkeypatch):
+    single = tmp_path / "single.json"
+    single.write_text(json.dumps({"method": "eagle3", "model": "x", "tree": {"type": "chain"}}))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a"}\n')
+    records.claim(tmp_path / "other", {"model": "another"})
+    for options, sentence in (
+        (["--spec", str(single)], "at least two drafters to record"),
+        (["--spec", str(tmp_path / "none.json")], "No such file"),
+        (["--prompts", str(tmp_path / "none.jsonl")], "No such file"),
+        (["--prompts", str(rows), "--out", str(tmp_path / "other")], "holds records with another"),
+    ):
+        arguments = ["collect", "--out", str(tmp_path / "records"), *options]
+        monkeypatch.setattr(sys, "argv", ["crossspec", *arguments])
+        with pytest.raises(SystemExit) as end:
+            app.main()
+        shown = capsys.readouterr().err
+        assert end.value.code == app.USAGE_ERROR and sentence in shown and shown.count("\n") == 1

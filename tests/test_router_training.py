@@ -1,0 +1,411 @@
+"""Routers from records: the walk, oracles, training, thresholds and the commands, without an engine."""
+
+import itertools
+import json
+import random
+import sys
+
+import pytest
+import torch
+from scipy.optimize import isotonic_regression
+
+from vllm_crossspec.cli import app
+from vllm_crossspec.router import simulate
+from vllm_crossspec.router.checkpoint import read_router, save_router
+from vllm_crossspec.router.costs import RoundCosts
+from vllm_crossspec.router.simulate import Trajectories, Value, always, by_entropy, by_gain, by_goodput, walk
+from vllm_crossspec.training import calibration, records
+from vllm_crossspec.training.records import Answer, Facts
+from vllm_crossspec.training.router import (
+    RouterConfig,
+    RouterNet,
+    checkpoint_gains,
+    fit_entropy_gain,
+    gains_of,
+    predicted_gains,
+    rising,
+    rows_of,
+    split_texts,
+    train_router,
+)
+
+COSTS = RoundCosts(
+    (1, 8), ((0.02, 0.01, 0.01), (0.03, 0.02, 0.01)), ((0.1,) * 3, (0.2,) * 3), ((0.01,) * 3, (0.05,) * 3)
+)
+
+
+def random_paths(seed: int, num_drafters: int = 3, consistent: bool = False) -> Trajectories:
+    """Texts of random lengths; consistent ones never reach less far from a later token."""
+    rng = random.Random(seed)
+    lengths, known, starts, ends = [], [], [], []
+    for _ in range(rng.randrange(1, 9)):
+        count = rng.randrange(0, 30)
+        starts.append(len(lengths))
+        reached = [0] * num_drafters
+        for place in range(count):
+            left = count - place
+            row = [min(rng.randrange(1, 8), left + 1) for _ in range(num_drafters)]
+            if consistent:
+                row = [max(length, far - place) for length, far in zip(row, reached, strict=True)]
+                reached = [place + length for length in row]
+            lengths.append(row)
+            known.append(left)
+        ends.append(len(lengths))
+    shape = (len(lengths), num_drafters)
+    return Trajectories(
+        torch.tensor(lengths, dtype=torch.int64).reshape(shape),
+        torch.tensor(known, dtype=torch.int64),
+        torch.tensor(starts),
+        torch.tensor(ends),
+    )
+
+
+def walk_slowly(paths: Trajectories, choose) -> list[list[tuple[int, int]]]:
+    """(record, drafter) of every round of every text; ``choose`` is asked for one record at a time."""
+    taken = []
+    for start, end in zip(paths.starts.tolist(), paths.ends.tolist(), strict=True):
+        at, before, rounds = start, -1, []
+        while at < end:
+            before = choose(at, before)
+            rounds.append((at, before))
+            at += min(int(paths.lengths[at, before]), int(paths.known[at]))
+        taken.append(rounds)
+    return taken
+
+
+def outcome_of(taken: list[list[tuple[int, int]]], num_drafters: int) -> tuple[list[list[int]], list[list[int]]]:
+    rounds = [[sum(d == drafter for _, d in text) for drafter in range(num_drafters)] for text in taken]
+    switches = [
+        [sum(a != b == drafter for (_, a), (_, b) in itertools.pairwise(text)) for drafter in range(num_drafters)]
+        for text in taken
+    ]
+    return rounds, switches
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_rules_walk_as_a_plain_loop_does(seed):
+    paths, generator = random_paths(seed), torch.Generator().manual_seed(seed)
+    num_rows = len(paths.known)
+    entropy, gains = torch.rand(num_rows, generator=generator) * 3, torch.randn(num_rows, 2, generator=generator)
+    thresholds = (1.7, 0.6)
+
+    def entropy_choice(at, before):
+        return next((i for i, threshold in enumerate(thresholds) if entropy[at] > threshold), 2)
+
+    def gain_choice(at, before):
+        above = [float(gains[at, i]) - (0.1, -0.2)[i] for i in range(2)]
+        return above.index(max(above)) if max(above) > 1e-7 else 2
+
+    def goodput_choice(at, before):
+        seconds, switch = COSTS.round_seconds(1), COSTS.switch[1]
+        expected = [2.5 + float(gains[at, 0]), 2.5 + float(gains[at, 1]), 2.5]
+        speed = [
+            e / (s + w * (before not in (-1, i)))
+            for i, (e, s, w) in enumerate(zip(expected, seconds, switch, strict=True))
+        ]
+        stay = 2 if before < 0 else before
+        return stay if speed[stay] >= max(speed) else speed.index(max(speed))
+
+    for rule, choose in (
+        (always(1), lambda at, before: 1),
+        (by_entropy(entropy, thresholds), entropy_choice),
+        (by_gain(gains, (0.1, -0.2)), gain_choice),
+        (by_goodput(gains, 2.5, COSTS, batch_size=8), goodput_choice),
+    ):
+        taken = walk_slowly(paths, choose)
+        rounds, switches = outcome_of(taken, 3)
+        outcome = walk(paths, rule)
+        assert outcome.rounds.tolist() == rounds and outcome.switches.tolist() == switches
+        assert outcome.tokens.tolist() == (paths.ends - paths.starts).tolist()
+
+
+def test_worth_counts_tokens_rounds_and_switches():
+    outcome = simulate.Outcome(
+        torch.tensor([30, 10]), torch.tensor([[5, 3, 0], [2, 0, 2]]), torch.tensor([[1, 2, 0], [0, 0, 1]])
+    )
+    assert outcome.acceptance_length == 40 / 12 and outcome.num_switches == 4
+    assert outcome.shares == pytest.approx([7 / 12, 3 / 12, 2 / 12])
+    seconds = 7 * 0.12 + 3 * 0.11 + 2 * 0.11 + 4 * 0.01
+    assert Value(COSTS, 2)(outcome) == pytest.approx(40 / seconds)
+    assert Value(COSTS, 2)(outcome.of([1])) == pytest.approx(10 / (2 * 0.12 + 2 * 0.11 + 0.01))
+    assert outcome.tokens_per_second(COSTS, 8) == pytest.approx(40 / (7 * 0.23 + 3 * 0.22 + 2 * 0.21 + 4 * 0.05))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_finer_oracles_are_never_worse(seed):
+    paths = random_paths(seed, consistent=True)
+    texts = list(range(len(paths.starts)))
+    groups = [texts[0::2], texts[1::2]]
+
+    def rounds(rule):
+        return int(walk(paths, rule).rounds.sum())
+
+    singles = [rounds(always(d)) for d in range(3)]
+    task = rounds(simulate.oracle_by_group(paths, groups, Value()))
+    prompt = rounds(simulate.oracle_by_group(paths, [[t] for t in texts], Value()))
+    token = rounds(simulate.oracle_token(paths, Value()))
+    assert token <= prompt <= task <= min(singles)
+    best_of_group = [min(int(walk(paths, always(d)).of(g).rounds.sum()) for d in range(3)) for g in groups]
+    assert task == sum(best_of_group)
+
+
+def test_oracle_token_weighs_costs_and_prefers_the_reference():
+    paths = Trajectories(
+        torch.tensor([[3, 2, 2], [4, 4, 4], [1, 1, 1]]), torch.tensor([3, 2, 1]), torch.tensor([0]), torch.tensor([3])
+    )
+    rule = simulate.oracle_token(paths, Value())
+    assert rule(torch.arange(3), torch.full((3,), -1)).tolist() == [0, 2, 2]
+    dear = RoundCosts((1,), ((9.0, 1.0, 2.0),), ((0.0,) * 3,), ((0.0,) * 3,))
+    assert simulate.oracle_token(paths, Value(dear))(torch.arange(3), torch.full((3,), -1)).tolist() == [1, 1, 1]
+
+
+def test_visits_are_the_odds_of_a_round():
+    paths = random_paths(3, num_drafters=2)
+    rng, counted = random.Random(0), torch.zeros(len(paths.known))
+    draws = 4000
+    for _ in range(draws):
+        for text in walk_slowly(paths, lambda at, before: rng.randrange(2)):
+            for at, _ in text:
+                counted[at] += 1
+    # 4 standard deviations of a share of 4000 draws.
+    assert (simulate.visits(paths) - counted / draws).abs().max() < 4 * 0.5 / draws**0.5
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rising_is_isotonic_regression(seed):
+    rng = random.Random(seed)
+    values, masses = [rng.gauss(0, 1) for _ in range(12)], [rng.uniform(0.1, 3) for _ in range(12)]
+    assert rising(values, masses) == pytest.approx(isotonic_regression(values, weights=masses).x.tolist())
+
+
+def test_gain_by_entropy_rises_and_is_the_mean_of_its_bin():
+    entropy = torch.linspace(0, 2, 4800)
+    gains = torch.stack([entropy.floor(), -entropy], dim=1)
+    fit = fit_entropy_gain(entropy, gains, torch.ones(4800))
+    assert fit.entropy[0] == 0.0 and len(fit.gain) == 2 and len(fit.gain[0]) == len(fit.entropy)
+    assert fit.gain[0][0] == 0.0 and fit.gain[0][-1] == pytest.approx(1.0, abs=0.01)
+    assert fit.gain[1] == pytest.approx([-1.0] * len(fit.entropy))  # falling, so that the best rising fit is flat
+
+
+# -- training -----------------------------------------------------------------------------------------------------
+
+HIDDEN = 32
+
+
+def made_up_records(folder, num_texts: int = 60, shards: int = 3, num_drafters: int = 2, seed: int = 0):
+    """Records on disk whose drafters' lengths follow from two directions of the state: a rule that can be learned."""
+    generator = torch.Generator().manual_seed(seed)
+    names = ("eagle3", "middle", "dflash")[:: 1 if num_drafters == 3 else 2]
+    facts = Facts("a target", HIDDEN, names, (4,) * num_drafters)
+    folder.mkdir(parents=True, exist_ok=True)
+    records.claim(folder, {"seed": seed})
+    number = 0
+    for shard in range(shards):
+        answers, parts = {}, []
+        for _ in range(num_texts // shards):
+            count = int(torch.randint(20, 60, (1,), generator=generator))
+            answers[number] = Answer(("chat", "math")[number % 2], 5, [0] * (count + 1), "length")
+            hidden = 3 + 5 * torch.randn(count, HIDDEN, generator=generator)
+            known = torch.arange(count, 0, -1)
+            lengths = torch.full((count, num_drafters), 3)
+            lengths[:, 0] = torch.where(hidden[:, 0] > 3, 5, 1)
+            if num_drafters == 3:
+                lengths[:, 1] = torch.where(hidden[:, 1] > 6, 5, 2)
+            parts.append(
+                {
+                    "hidden": hidden,
+                    "entropy": (hidden[:, 0] > 3) * 0.5 + torch.rand(count, generator=generator),
+                    "lengths": torch.minimum(lengths, 1 + known[:, None]).to(torch.int8),
+                    "known": known.to(torch.int16),
+                    "position": torch.arange(count, dtype=torch.int32),
+                    "text": torch.full((count,), number, dtype=torch.int32),
+                }
+            )
+            number += 1
+        tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        records.write_shard(records.shard_path(folder, shard), tensors, answers, facts)
+    return records.read_records(folder)
+
+
+QUICK = RouterConfig(epochs=40, batch_tokens=128, lr=1e-2, dropout=0.0, held_out=0.2)
+
+
+@pytest.mark.parametrize("num_drafters", [2, 3])
+def test_training_learns_the_rule(tmp_path, num_drafters):
+    data = made_up_records(tmp_path, num_drafters=num_drafters)
+    checkpoint, report = train_router(data, QUICK)
+    assert min(report.r2) > 0.6 and report.num_texts == 12
+    best = max(report.lengths[name] for name in data.facts.drafters)
+    assert report.lengths["neural, 0"] > best + 0.5
+    assert report.lengths["neural, 0"] <= report.lengths["oracle-token"] + 1e-9
+    assert checkpoint.facts.drafters == data.facts.drafters and len(checkpoint.facts.mean_lengths) == num_drafters
+    assert checkpoint.facts.train["num_texts"] == 48
+
+
+def test_training_is_deterministic_and_follows_its_seed(tmp_path):
+    data = made_up_records(tmp_path, num_texts=12)
+    config = RouterConfig(epochs=2, batch_tokens=64)
+    torch.manual_seed(7)
+    first, _ = train_router(data, config)
+    torch.manual_seed(8)  # nobody else's draws matter
+    again, _ = train_router(data, config)
+    other, _ = train_router(data, RouterConfig(epochs=2, batch_tokens=64, seed=1))
+    assert all(map(torch.equal, first[1:], again[1:])) and first.facts == again.facts
+    assert not torch.equal(first.hidden_weight, other.hidden_weight)
+
+
+def test_what_is_saved_predicts_as_what_was_trained(tmp_path):
+    data = made_up_records(tmp_path / "records", num_texts=12, num_drafters=3)
+    net = RouterNet(HIDDEN, 2, 0.1).eval()
+    with torch.no_grad():
+        net.mean.copy_(torch.randn(HIDDEN))
+        net.scale.copy_(torch.rand(HIDDEN) + 0.1)
+    checkpoint, _ = train_router(data, RouterConfig(epochs=1))
+    checkpoint = checkpoint._replace(**dict(zip(checkpoint._fields[1:], net.folded(), strict=True)))
+    save_router(tmp_path / "router", checkpoint)
+    read = read_router(tmp_path / "router", hidden_size=HIDDEN, drafters=data.facts.drafters, key="router.model")
+    # float32 sums in another order.
+    assert torch.allclose(checkpoint_gains(data, read), predicted_gains(data, net), atol=1e-4)
+
+
+def test_uncertain_records_and_held_out_texts_teach_nothing(tmp_path):
+    data = made_up_records(tmp_path, num_texts=12)
+    config = RouterConfig(epochs=2, batch_tokens=64, held_out=0.25)
+    expected, _ = train_router(data, config)
+    held_out = rows_of(data, split_texts(data, 0.25, 0).held_out)
+    spoiled = data.lengths.clone()
+    spoiled[~data.is_complete | held_out] = 1
+    found, _ = train_router(data._replace(lengths=spoiled), config)
+    assert all(map(torch.equal, expected[1:], found[1:]))
+    spoiled = data.lengths.clone()
+    spoiled[data.is_complete & ~held_out] += torch.arange(2)
+    found, _ = train_router(data._replace(lengths=spoiled), config)
+    assert not torch.equal(expected.gain_weight, found.gain_weight)
+
+
+def test_patience_keeps_the_best_epoch(tmp_path):
+    data = made_up_records(tmp_path, num_texts=12)
+    errors = []
+
+    def listen(done, total, error):
+        if error is not None:
+            errors.append(error)
+
+    config = RouterConfig(epochs=40, batch_tokens=32, lr=0.03, dropout=0.0, held_out=0.25, patience=2)
+    checkpoint, _ = train_router(data, config, listen)
+    best = errors.index(min(errors))
+    assert len(errors) < 40 and len(errors) == best + 3
+    held = rows_of(data, split_texts(data, 0.25, 0).held_out) & data.is_complete
+    gains = checkpoint_gains(data, checkpoint)
+    assert float((gains - gains_of(data))[held].square().mean()) == pytest.approx(min(errors), rel=1e-4)
+
+
+# -- thresholds ---------------------------------------------------------------------------------------------------
+
+
+def test_one_threshold_is_searched_over_the_whole_grid(tmp_path):
+    data = made_up_records(tmp_path)
+    found = calibration.calibrate(data, "entropy", data.entropy, Value(), points=15)
+    paths, groups = calibration.trajectories(data, data.texts), calibration.groups_of(data)
+    for category, texts in groups.items():
+        worth = [walk(paths, by_entropy(data.entropy, [t])).of(texts).acceptance_length for t in found.grid[0]]
+        assert found.by_category[category].value == max(worth) and found.curves[category] == [worth]
+        assert found.by_category[category].thresholds == (
+            max(t for t, w in zip(found.grid[0], worth, strict=True) if w == max(worth)),
+        )
+    means = [sum(column) / len(groups) for column in zip(*(found.curves[c][0] for c in groups), strict=True)]
+    assert found.overall.value == pytest.approx(max(means)) and found.curves["all"][0] == pytest.approx(means)
+
+
+def test_thresholds_of_three_drafters_fall_and_help(tmp_path):
+    data = made_up_records(tmp_path, num_drafters=3)
+    found = calibration.calibrate(data, "entropy", data.entropy, Value(), points=9)
+    assert len(found.overall.thresholds) == 2
+    assert list(found.overall.thresholds) == sorted(found.overall.thresholds, reverse=True)
+    gains = gains_of(data)
+    neural = calibration.calibrate(data, "neural", gains, Value(), points=9)
+    rows = {row.method: row for row in calibration.table(data, calibration.oracle_rules(data, Value()), Value())}
+    assert neural.overall.value == pytest.approx(rows["oracle-token"].values["mean"], rel=0.05)
+    assert max(rows[name].values["mean"] for name in data.facts.drafters) < neural.overall.value
+
+
+# -- commands -----------------------------------------------------------------------------------------------------
+
+
+def run(monkeypatch, *arguments) -> None:
+    monkeypatch.setattr(sys, "argv", ["crossspec", *map(str, arguments)])
+    with pytest.raises(SystemExit) as end:
+        app.main()
+    assert end.value.code in (0, None)
+
+
+def test_from_records_to_a_router_a_table_and_pictures(tmp_path, monkeypatch, capsys):
+    made_up_records(tmp_path / "records")
+    folder, router = tmp_path / "records", tmp_path / "router"
+    training = ("--epochs", 30, "--batch-tokens", 128, "--lr", 1e-2, "--dropout", 0, "--weighting", "visits")
+    run(monkeypatch, "train", "router", "--records", folder, "--out", router, *training)
+    assert "R^2 of the gains +0." in capsys.readouterr().out
+    for policy in ("entropy", "neural"):
+        files = {"json": tmp_path / f"{policy}.json", "picture": tmp_path / f"{policy}.png"}
+        options = ("--records", folder, "--router", router, "--policy", policy, "--json", files["json"])
+        run(monkeypatch, "calibrate", *options, "--picture", files["picture"], "--points", 9)
+        found = json.loads(files["json"].read_text())
+        assert set(found["by_category"]) == {"chat", "math"} and found["meta"]["num_texts"] == 60
+        assert files["picture"].read_bytes().startswith(b"\x89PNG")
+    document = tmp_path / "oracle.json"
+    run(monkeypatch, "oracle", "--records", folder, "--router", router, "--seconds", "0.2,0.1", "--json", document)
+    found = json.loads(document.read_text())
+    assert found["value"] == "tokens/s" and [row["method"] for row in found["rows"]][2:5] == [
+        "oracle-task", "oracle-prompt", "oracle-token",
+    ]  # fmt: skip
+    shown = capsys.readouterr().out
+    assert "neural" in shown and "entropy" in shown
+    picture = tmp_path / "trace.svg"
+    options = ("--category", "math", "--policy", "neural", "--router", router, "--picture", picture)
+    run(monkeypatch, "trace", "--records", folder, *options, "--json", document)
+    found = json.loads(document.read_text())
+    assert found["text"] == 1 and "<svg" in picture.read_text()
+    places = [one["token"] for one in found["rounds"]]
+    steps = [found["lengths"][one["token"]][found["drafters"].index(one["drafter"])] for one in found["rounds"]]
+    assert places[0] == 0 and all(b - a == s for a, b, s in zip(places, places[1:], steps, strict=False))
+
+
+def test_commands_refuse_in_a_sentence(tmp_path, monkeypatch, capsys):
+    made_up_records(tmp_path / "records", num_texts=6)
+    folder, here = tmp_path / "records", tmp_path
+    (here / "costs.json").write_text(
+        '{"batch_sizes": [1], "draft": [[1, 2, 3]], "verify": [[0, 0]], "switch": [[0, 0]]}'
+    )
+    (here / "broken.json").write_text("{")
+    for arguments, sentence in (
+        (["oracle", "--records", here], "holds no records.json"),
+        (["oracle", "--records", folder, "--router", here], "it is not a trained router"),
+        (["oracle", "--records", folder, "--drafters", "eagle3"], "name at least two"),
+        (["oracle", "--records", folder, "--neural-threshold", "1"], "needs --router"),
+        (["oracle", "--records", folder, "--entropy-threshold", "1,2"], "give 1 numbers"),
+        (["oracle", "--records", folder, "--costs", here / "costs.json"], "must give positive seconds"),
+        (["oracle", "--records", folder, "--costs", here / "broken.json"], "is not JSON (line 1"),
+        (["oracle", "--records", folder, "--seconds", "1,nan"], "--seconds 1,nan: give 2 numbers"),
+        (["oracle", "--records", folder, "--seconds", "1,1", "--costs", here / "costs.json"], "exclude each other"),
+        (["oracle", "--records", folder, "--switch-seconds", "1,1"], "needs --seconds"),
+        (["calibrate", "--records", folder, "--policy", "goodput"], "choose entropy or neural"),
+        (["calibrate", "--records", folder, "--policy", "neural"], "needs --router"),
+        (["calibrate", "--records", folder, "--picture", here / "a.txt"], "name a .png or .svg file"),
+        (["calibrate", "--records", folder, "--json", here / "none" / "a.json"], "in a folder that exists"),
+        (
+            ["trace", "--records", folder, "--picture", here / "a.png", "--category", "code"],
+            "the records are of chat, math",
+        ),
+        (["trace", "--records", folder, "--picture", here / "a.png", "--text", 99], "no such text"),
+        (["train", "router", "--records", folder, "--out", here / "costs.json"], "is a file; name a folder"),
+        (
+            ["train", "router", "--records", folder, "--out", here / "r", "--weighting", "even"],
+            "choose uniform or visits",
+        ),
+    ):
+        monkeypatch.setattr(sys, "argv", ["crossspec", *map(str, arguments)])
+        with pytest.raises(SystemExit) as end:
+            app.main()
+        shown = capsys.readouterr().err
+        assert end.value.code == app.USAGE_ERROR, arguments
+        assert sentence in shown and shown.count("\n") == 1, (arguments, shown)

@@ -1,0 +1,380 @@
+"""`crossspec calibrate`, `oracle` and `trace`: what records say about routing, without an engine."""
+
+import json
+import math
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from vllm_crossspec.cli import meta
+from vllm_crossspec.cli.compare import MINIMUM_WIDTH, check_writable
+
+if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
+    import torch
+
+    from vllm_crossspec.router.checkpoint import RouterCheckpoint
+    from vllm_crossspec.router.costs import RoundCosts
+    from vllm_crossspec.router.simulate import Rule, Value
+    from vllm_crossspec.training.calibration import Row
+    from vllm_crossspec.training.records import Records
+
+RecordsOption = Annotated[Path, typer.Option(help="Folder that `crossspec collect` wrote, finished or not.")]
+DraftersOption = Annotated[
+    str | None, typer.Option(help="Comma-separated names of the drafters to look at. Default: all that were recorded.")
+]
+RouterOption = Annotated[Path | None, typer.Option(help="Folder of a router that `crossspec train router` wrote.")]
+CostsOption = Annotated[
+    Path | None,
+    typer.Option(
+        help="JSON with the seconds of a round: `batch_sizes` [B] and `draft`, `verify`, `switch`, each [B][N] in "
+        "routing order. Methods are then judged by tokens a second, else by acceptance length."
+    ),
+]
+SecondsOption = Annotated[
+    str | None,
+    typer.Option("--seconds", help="Instead of --costs: comma-separated seconds of a round with each drafter."),
+]
+SwitchOption = Annotated[
+    str | None, typer.Option("--switch-seconds", help="With --seconds: seconds of a switch to each drafter. Default 0.")
+]
+BatchOption = Annotated[int, typer.Option("--batch-size", min=1, help="Batch size of --costs to look at.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", help="Write what was found as one JSON document.")]
+
+
+class Loaded(NamedTuple):
+    """What every command here begins with."""
+
+    records: "Records"
+    value: "Value"
+    checkpoint: "RouterCheckpoint | None"
+
+    def signal(self, policy: str) -> "torch.Tensor":
+        """Entropy [M] or predicted gains [M, N - 1], whichever the policy reads."""
+        from vllm_crossspec.training.router import checkpoint_gains
+
+        if policy == "entropy":
+            return self.records.entropy
+        assert self.checkpoint is not None
+        return checkpoint_gains(self.records, self.checkpoint)
+
+
+def calibrate(
+    records: RecordsOption,
+    policy: Annotated[str, typer.Option(help="entropy or neural.")] = "entropy",
+    router: RouterOption = None,
+    drafters: DraftersOption = None,
+    costs: CostsOption = None,
+    seconds: SecondsOption = None,
+    switch_seconds: SwitchOption = None,
+    batch_size: BatchOption = 1,
+    points: Annotated[int, typer.Option(min=3, help="Thresholds of the grid, at most.")] = 41,
+    picture: Annotated[Path | None, typer.Option(help="Draw the curves into this .png or .svg file.")] = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Search the router's threshold on records, for each category and for all (32 to 64 prompts each are enough).
+
+    The threshold that is best on the mean of the categories is what belongs into `router.threshold`; those of the
+    single categories say how much a deployment that serves only one of them can still gain.
+
+    Example: crossspec calibrate --records work/dev --policy neural --router work/router --picture thresholds.png
+    """
+    if policy not in ("entropy", "neural"):
+        raise ValueError(f"--policy {policy}: choose entropy or neural; only these have thresholds")
+    if policy == "neural" and router is None:
+        raise ValueError("--policy neural needs --router, a folder that `crossspec train router` wrote")
+    _check_outputs(json_file, picture)
+    loaded = _load(records, drafters, router, _CostFlags(costs, seconds, switch_seconds, batch_size))
+    from vllm_crossspec.training import calibration
+
+    names = loaded.records.facts.drafters
+    found = calibration.calibrate(loaded.records, policy, loaded.signal(policy), loaded.value, points)
+    rules = calibration.oracle_rules(loaded.records, loaded.value)
+    signal = loaded.signal(policy)
+    rules[f"{policy}, {_numbers(found.overall.thresholds)}"] = calibration.rule_of(
+        policy, signal, found.overall.thresholds
+    )
+    rows = calibration.table(loaded.records, rules, loaded.value)
+    best = Table(title=f"Best {policy} threshold of {', '.join(names[:-1])} against {names[-1]}")
+    for column in ("category", "threshold", loaded.value.name):
+        best.add_column(column, justify="left" if column == "category" else "right")
+    for category, one in [*found.by_category.items(), ("all (mean of the categories)", found.overall)]:
+        best.add_row(category, _numbers(one.thresholds), f"{one.value:.3f}", style=None)
+    console = _console()
+    console.print(best)
+    console.print(_grid(rows, loaded))
+    if picture is not None:
+        from vllm_crossspec.training.pictures import draw_calibration
+
+        draw_calibration(found, names, policy, loaded.value.name, picture)
+    content = {
+        "policy": policy,
+        "grid": found.grid,
+        "by_category": {name: one._asdict() for name, one in found.by_category.items()},
+        "overall": found.overall._asdict(),
+        "curves": found.curves,
+    }
+    _write_json(json_file, loaded, rows, content)
+
+
+def oracle(
+    records: RecordsOption,
+    router: RouterOption = None,
+    entropy_threshold: Annotated[
+        str | None, typer.Option(help="Show WhiFlash-Entropy at this threshold (one number for each drafter but one).")
+    ] = None,
+    neural_threshold: Annotated[
+        str | None, typer.Option(help="Show WhiFlash-Neural at this threshold, with --router. Default: 'auto'.")
+    ] = None,
+    drafters: DraftersOption = None,
+    costs: CostsOption = None,
+    seconds: SecondsOption = None,
+    switch_seconds: SwitchOption = None,
+    batch_size: BatchOption = 1,
+    json_file: JsonOption = None,
+) -> None:
+    """How far routing can get on these texts: single drafters, routers, and the three oracles of the WhiFlash paper.
+
+    oracle-task: the best drafter of each category. oracle-prompt: of each text. oracle-token: at every round. The
+    table's numbers are tokens a round (or a second, with costs); `mean` is over the categories.
+
+    Example: crossspec oracle --records work/dev --router work/router
+    """
+    if neural_threshold is not None and router is None:
+        raise ValueError("--neural-threshold needs --router, a folder that `crossspec train router` wrote")
+    _check_outputs(json_file, None)
+    flags = _CostFlags(costs, seconds, switch_seconds, batch_size)
+    loaded = _load(records, drafters, router, flags)
+    from vllm_crossspec.training import calibration
+
+    rules = calibration.oracle_rules(loaded.records, loaded.value)
+    if entropy_threshold is not None or loaded.checkpoint is not None:
+        name, rule = _rule(loaded, "entropy", entropy_threshold, "--entropy-threshold")
+        rules[name] = rule
+    if loaded.checkpoint is not None:
+        name, rule = _rule(loaded, "neural", neural_threshold, "--neural-threshold")
+        rules[name] = rule
+    rows = calibration.table(loaded.records, rules, loaded.value)
+    _console().print(_grid(rows, loaded))
+    _write_json(json_file, loaded, rows, {})
+
+
+def trace(
+    records: RecordsOption,
+    picture: Annotated[Path, typer.Option(help="Draw into this .png or .svg file.")],
+    text: Annotated[
+        int | None, typer.Option(min=0, help="Number of the text. Default: the first of --category.")
+    ] = None,
+    category: Annotated[str | None, typer.Option(help="Category to take the text from.")] = None,
+    policy: Annotated[str, typer.Option(help="Whose choices to show: entropy, neural or oracle.")] = "oracle",
+    threshold: Annotated[str | None, typer.Option(help="Of the policy. Default: 'auto'.")] = None,
+    router: RouterOption = None,
+    drafters: DraftersOption = None,
+    json_file: JsonOption = None,
+) -> None:
+    """Draw the acceptance length at every token of one text, drafter by drafter, with a router's choices.
+
+    As figure 2 of the WhiFlash paper. The JSON document has the numbers of the picture.
+
+    Example: crossspec trace --records work/dev --category math --policy neural --router work/router --picture math.svg
+    """
+    if policy not in ("entropy", "neural", "oracle"):
+        raise ValueError(f"--policy {policy}: choose entropy, neural or oracle")
+    if policy == "neural" and router is None:
+        raise ValueError("--policy neural needs --router, a folder that `crossspec train router` wrote")
+    _check_outputs(json_file, picture)
+    loaded = _load(records, drafters, router, _CostFlags(None, None, None, 1))
+    chosen = _text(loaded.records, text, category)
+    from vllm_crossspec.router.simulate import oracle_token, walk
+    from vllm_crossspec.training.pictures import draw_trace
+    from vllm_crossspec.training.router import trajectories
+
+    paths = trajectories(loaded.records, [chosen])
+    name, rule = "oracle-token", oracle_token(paths, loaded.value)
+    if policy != "oracle":
+        name, rule = _rule(loaded, policy, threshold, "--threshold")
+    rounds: list[tuple[int, int]] = []
+    outcome = walk(paths, rule, lambda at, drafter: rounds.append((int(at[0]) - chosen.start, int(drafter[0]))))
+    lengths = loaded.records.lengths[chosen.start : chosen.end]
+    title = f"text {chosen.number} ({chosen.category}), {name}: {outcome.acceptance_length:.2f} tokens a round"
+    names = loaded.records.facts.drafters
+    draw_trace(lengths, rounds, names, title, picture)
+    typer.echo(f"{title}; {outcome.num_switches} switches in {len(rounds)} rounds; picture in {picture}")
+    if json_file is not None:
+        content = {
+            "text": chosen.number,
+            "category": chosen.category,
+            "policy": name,
+            "drafters": names,
+            "acceptance_length": outcome.acceptance_length,
+            "lengths": lengths.tolist(),
+            "entropy": loaded.records.entropy[chosen.start : chosen.end].tolist(),
+            "rounds": [{"token": place, "drafter": names[drafter]} for place, drafter in rounds],
+        }
+        json_file.write_text(json.dumps({**content, "meta": _meta(loaded)}, indent=2) + "\n")
+
+
+# -- shared pieces --------------------------------------------------------------------------------------------
+
+
+class _CostFlags(NamedTuple):
+    costs: Path | None
+    seconds: str | None
+    switch_seconds: str | None
+    batch_size: int
+
+
+def _check_outputs(json_file: Path | None, picture: Path | None) -> None:
+    if json_file is not None:
+        check_writable(json_file)
+    if picture is not None:
+        if picture.suffix not in (".png", ".svg"):
+            raise ValueError(f"--picture {picture}: name a .png or .svg file")
+        if not picture.resolve().parent.is_dir():
+            raise ValueError(f"--picture {picture}: name a file in a folder that exists")
+
+
+def _load(folder: Path, drafters: str | None, router: Path | None, flags: _CostFlags) -> Loaded:
+    """Records, what is to be most, and the trained router. Raises ValueError where they do not fit each other."""
+    from vllm_crossspec.router.checkpoint import read_router
+    from vllm_crossspec.router.simulate import Value
+    from vllm_crossspec.training.records import choose_drafters, read_records
+
+    records = read_records(folder)
+    if drafters is not None:
+        records = choose_drafters(records, [name.strip() for name in drafters.split(",")])
+    facts = records.facts
+    costs = _round_costs(flags, facts.drafters)
+    checkpoint = None
+    if router is not None:
+        checkpoint = read_router(router, hidden_size=facts.hidden_size, drafters=facts.drafters, key="--router")
+    return Loaded(records, Value(costs, flags.batch_size), checkpoint)
+
+
+def _round_costs(flags: _CostFlags, drafters: tuple[str, ...]) -> "RoundCosts | None":
+    """The costs that the flags give; None where they give none. Raises ValueError."""
+    from vllm_crossspec.router.costs import RoundCosts
+
+    wanted = len(drafters)
+    if flags.costs is None and flags.seconds is None:
+        if flags.switch_seconds is not None:
+            raise ValueError("--switch-seconds needs --seconds, the seconds of a round with each drafter")
+        return None
+    if flags.costs is not None and flags.seconds is not None:
+        raise ValueError("--costs and --seconds exclude each other: give one of them")
+    if flags.seconds is not None:
+        rounds = parse_numbers(flags.seconds, wanted, "--seconds")
+        switches = parse_numbers(flags.switch_seconds or ",".join("0" * wanted), wanted, "--switch-seconds")
+        tables: Any = {"batch_sizes": [flags.batch_size], "draft": [rounds], "verify": [[0.0] * wanted]}
+        tables["switch"] = [switches]
+    else:
+        assert flags.costs is not None
+        try:
+            tables = json.loads(flags.costs.read_text())
+        except json.JSONDecodeError as problem:
+            raise ValueError(f"--costs {flags.costs} is not JSON (line {problem.lineno}: {problem.msg})") from problem
+    shape = (
+        f"`batch_sizes` [B] rising, and `draft`, `verify` and `switch`, each [B][{wanted}] for {', '.join(drafters)}"
+    )
+    try:
+        parts = (tuple(tuple(float(x) for x in row) for row in tables[key]) for key in ("draft", "verify", "switch"))
+        return RoundCosts(tuple(int(size) for size in tables["batch_sizes"]), *parts)
+    except (KeyError, TypeError, ValueError, AssertionError) as problem:
+        where = f"--costs {flags.costs}" if flags.costs is not None else "--seconds"
+        raise ValueError(f"{where} must give positive seconds: {shape}") from problem
+
+
+def parse_numbers(given: str, count: int, option: str) -> list[float]:
+    """Comma-separated finite numbers. Raises ValueError where there are not ``count``."""
+    try:
+        numbers = [float(part) for part in given.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != count or not all(map(math.isfinite, numbers)):
+        raise ValueError(f"{option} {given}: give {count} numbers, with commas between them")
+    return numbers
+
+
+def _rule(loaded: Loaded, policy: str, given: str | None, option: str) -> tuple[str, "Rule"]:
+    """A policy at the given thresholds, or at "auto" ones; with the name of its row."""
+    from vllm_crossspec.router.costs import auto_thresholds
+    from vllm_crossspec.training.calibration import rule_of
+
+    names = loaded.records.facts.drafters
+    if given is not None and given != "auto":
+        thresholds: Sequence[float] = parse_numbers(given, len(names) - 1, option)
+    else:
+        facts = loaded.checkpoint.facts if loaded.checkpoint is not None else None
+        costs = loaded.value.costs
+        rows = auto_thresholds(policy, costs, facts, len(names))
+        thresholds = rows[costs.row(loaded.value.batch_size)] if costs is not None else rows[0]
+    return f"{policy}, {_numbers(thresholds)}", rule_of(policy, loaded.signal(policy), thresholds)
+
+
+def _text(records: "Records", number: int | None, category: str | None) -> Any:
+    """The text that was asked for. Raises ValueError where there is none."""
+    if category is not None and category not in records.categories:
+        raise ValueError(f"--category {category}: the records are of {', '.join(records.categories)}")
+    texts = [t for t in records.texts if category in (None, t.category) and number in (None, t.number)]
+    if not texts:
+        raise ValueError(f"--text {number}: no such text among the records; the first ones are {_first(records)}")
+    return texts[0]
+
+
+def _first(records: "Records") -> str:
+    return ", ".join(str(text.number) for text in records.texts[:8])
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, MINIMUM_WIDTH))
+
+
+def _numbers(thresholds: Sequence[float]) -> str:
+    return ", ".join(f"{threshold:g}" for threshold in thresholds)
+
+
+def _grid(rows: "Sequence[Row]", loaded: Loaded) -> Table:
+    """Rows of methods, columns of categories."""
+    names = loaded.records.facts.drafters
+    grid = Table(title=f"{loaded.value.name} on {len(loaded.records.texts)} texts of {loaded.records.facts.model}")
+    grid.add_column("method")
+    for category in rows[0].values:
+        grid.add_column(category, justify="right")
+    grid.add_column(f"% rounds by\n{' / '.join(names)}", justify="right")
+    grid.add_column("switches\na round", justify="right")
+    for row in rows:
+        shares = " / ".join(f"{100 * share:.0f}" for share in row.shares)
+        grid.add_row(row.method, *(f"{v:.2f}" for v in row.values.values()), shares, f"{row.switches:.2f}")
+    return grid
+
+
+def _meta(loaded: Loaded) -> dict[str, Any]:
+    facts = loaded.records.facts
+    return {
+        "command": shlex.join(["crossspec", *sys.argv[1:]]),
+        "commit": meta.commit(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "target": facts.model,
+        "num_texts": len(loaded.records.texts),
+        "num_records": len(loaded.records.entropy),
+    }
+
+
+def _write_json(json_file: Path | None, loaded: Loaded, rows: "Sequence[Row]", content: dict[str, Any]) -> None:
+    if json_file is None:
+        return
+    document = {
+        "value": loaded.value.name,
+        "drafters": loaded.records.facts.drafters,
+        "rows": [row._asdict() for row in rows],
+        **content,
+        "meta": _meta(loaded),
+    }
+    json_file.write_text(json.dumps(document, indent=2) + "\n")

@@ -1,0 +1,176 @@
+"""Record mode: the target decodes plainly, and every drafter drafts at every token of its text.
+
+That is how a router's training set is made (WhiFlash, section 3.3.2: "a complete drafting cycle per decoding step for
+each drafter separately") and what its oracles are computed from (section 4). Nothing is verified, so the text is the
+target's own; how far each draft would have been accepted is read off the text afterwards.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from safetensors.torch import save
+from torch import nn
+
+from vllm_crossspec.engine.host import WARM_UP_REQUESTS, ProposerHost
+from vllm_crossspec.types import Candidates, StepInputs
+
+STEPS_ON_DEVICE = 32
+"""Steps whose records wait on the device before they are moved to the host at once."""
+
+
+class StepRecord(NamedTuple):
+    """What one step leaves of the requests that it gave a token.
+
+    Attributes:
+        request_ids: R of them, vLLM's own.
+        tensors: ``position`` int64 [R] of the last sampled token in its request, ``num_sampled`` int32 [R] (0 inside
+            a prompt: no record), ``hidden`` [R, H] and ``entropy`` float32 [R] (nats) of the target where it sampled
+            that token, and of every drafter ``tokens.NAME`` int32 [R, N] (-1 past its draft) and, if it drafts
+            trees, ``parents.NAME`` uint8 [R, N] (row of each node's parent; 0 is the sampled token).
+    """
+
+    request_ids: list[str]
+    tensors: dict[str, torch.Tensor]
+
+
+class RecordingHost(ProposerHost):
+    """Asks every drafter for a draft after every token, keeps what they say, and hands the engine no draft at all.
+
+    No drafter ever has anything to catch up with, for each takes part in every step.
+    """
+
+    def __init__(self, vllm_config: Any, device: torch.device, req_states: Any):
+        super().__init__(vllm_config, device, req_states)
+        if triton.knobs.runtime.interpret:
+            for proposer in self.proposers.values():
+                proposer.build_in_batches()
+        self._target: nn.Module | None = None
+        self._waiting: list[StepRecord] = []
+        self._on_host: list[StepRecord] = []
+        self._slots: torch.Tensor | None = None
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """As ever; the target's head is needed for the entropy."""
+        super().load_model(target_model)
+        self._target = target_model
+
+    @torch.inference_mode()
+    def propose(self, input_batch: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+        """Every drafter's draft for every request of the batch (arguments are vLLM's); none for the engine.
+
+        Returns:
+            int64 [R, K] of -1.
+        """
+        if options.get("dummy_run", False):
+            return super().propose(input_batch, *arguments, **options)
+        step = self._step_inputs(input_batch, *arguments, **options)
+        if not input_batch.req_ids[0].startswith(WARM_UP_REQUESTS):
+            self._waiting.append(self._record(step, self._drafts(step)))
+        else:
+            self._drafts(step)
+        if len(self._waiting) >= STEPS_ON_DEVICE:
+            self._move_to_host()
+        return self.padded_tokens[: input_batch.num_reqs].fill_(-1)
+
+    def _step_inputs(
+        self,
+        input_batch: Any,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, torch.Tensor],
+        last_hidden_states: torch.Tensor,
+        aux_hidden_states: list[torch.Tensor] | None,
+        num_sampled: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        next_prefill_tokens: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        dp_sync_state: Any = None,
+        mm_inputs: Any = None,
+        **_: Any,
+    ) -> StepInputs:
+        """vLLM's arguments as our tuple, with all tapped states; the scheduler's draft length (0) is not meant here."""
+        return StepInputs(
+            input_batch,
+            attn_metadata,
+            slot_mappings,
+            last_hidden_states,
+            aux_hidden_states,
+            num_sampled,
+            num_rejected,
+            last_sampled,
+            next_prefill_tokens,
+            temperature,
+            seeds,
+            {"dp_sync_state": dp_sync_state, "mm_inputs": mm_inputs},
+        )
+
+    def _drafts(self, step: StepInputs) -> dict[str, Candidates]:
+        """Every drafter's draft, in buffers of its own.
+
+        A drafter's later passes write their slots into the target's, which the next drafter's first pass reads: each
+        gets them as the target left them.
+        """
+        slots, drafts = self.block_tables.slot_mappings, {}
+        if self._slots is None:
+            self._slots = torch.empty_like(slots)
+        self._slots.copy_(slots)
+        tapped = step.tapped_hidden_states
+        for name, proposer in self.proposers.items():
+            own = [tapped[i] for i in self.tap_indices[name]] if tapped else None
+            slots.copy_(self._slots)
+            drafts[name] = proposer.propose_step(
+                step._replace(tapped_hidden_states=own, options=dict(step.options)),
+            )
+        return drafts
+
+    def _record(self, step: StepInputs, drafts: dict[str, Candidates]) -> StepRecord:
+        batch, num_reqs = step.batch, step.batch.num_reqs
+        rows = batch.query_start_loc[1 : num_reqs + 1].long() - 1 - step.num_rejected[:num_reqs]
+        hidden = step.last_hidden_states[rows]
+        assert self._target is not None
+        tensors = {
+            "position": batch.positions[rows] + 1,
+            "num_sampled": step.num_sampled[:num_reqs].clone(),
+            "hidden": hidden,
+        }
+        logits = self._target.compute_logits(hidden)
+        if logits is not None:  # with tensor parallelism rank 0 alone has them
+            tensors["entropy"] = torch.distributions.Categorical(logits=logits.float()).entropy()
+        for name, draft in drafts.items():
+            tensors |= {f"{key}.{name}": value for key, value in _draft_tensors(draft, num_reqs).items()}
+        return StepRecord(list(batch.req_ids[:num_reqs]), tensors)
+
+    def _move_to_host(self) -> None:
+        """One copy per tensor for all waiting steps; waits for the device."""
+        if not self._waiting:
+            return
+        names = self._waiting[0].tensors
+        ids = [request_id for record in self._waiting for request_id in record.request_ids]
+        joined = {name: torch.cat([r.tensors[name] for r in self._waiting]).cpu() for name in names}
+        self._on_host.append(StepRecord(ids, joined))
+        self._waiting = []
+
+    def take_records(self) -> list[tuple[list[str], bytes]]:
+        """What was recorded since the last call, as (request ids, tensors in safetensors' format); waits.
+
+        Plain types, so that they pass between an engine's processes under any serialization.
+        """
+        self._move_to_host()
+        taken, self._on_host = self._on_host, []
+        return [(record.request_ids, save(record.tensors)) for record in taken]
+
+
+def _draft_tensors(draft: Candidates, num_reqs: int) -> dict[str, torch.Tensor]:
+    """Copies of a draft (its own buffers are written again at the next step), in the types of :class:`StepRecord`."""
+    if draft.tree is None:
+        assert draft.tokens is not None
+        return {"tokens": draft.tokens[:num_reqs].to(torch.int32)}
+    tree = draft.tree
+    columns = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
+    dead = columns >= tree.sizes[:num_reqs, None]
+    return {
+        "tokens": tree.tokens[:num_reqs].masked_fill(dead, -1).to(torch.int32),
+        "parents": tree.parents[:num_reqs].to(torch.uint8),
+    }

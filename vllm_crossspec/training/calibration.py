@@ -1,0 +1,178 @@
+"""Thresholds by grid search over records (WhiFlash, section 3.3.1), and the table of oracles beside them (section 4).
+
+Shape legend: M records, N drafters in routing order (the last is the reference), G values of a grid.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+
+from vllm_crossspec.router.simulate import (
+    Outcome,
+    Rule,
+    Value,
+    always,
+    by_entropy,
+    by_gain,
+    oracle_by_group,
+    oracle_token,
+    walk,
+)
+from vllm_crossspec.training.records import Records
+from vllm_crossspec.training.router import trajectories
+
+OVERALL = "all"
+SWEEPS = 3
+"""Rounds over the thresholds of more than two drafters, each searched while the others stand."""
+
+Thresholds = tuple[float, ...]
+
+
+class Found(NamedTuple):
+    """The best thresholds for some texts, and what they are worth there."""
+
+    thresholds: Thresholds
+    value: float
+
+
+class Calibration(NamedTuple):
+    """What the grid search found.
+
+    Attributes:
+        grid: [N - 1] values of each threshold, rising.
+        by_category: the best thresholds of each category.
+        overall: those with the best mean over the categories.
+        curves: by category and ``all``: [N - 1][G] worth along each threshold, the others at the overall best.
+    """
+
+    grid: tuple[tuple[float, ...], ...]
+    by_category: dict[str, Found]
+    overall: Found
+    curves: dict[str, list[list[float]]]
+
+
+class Row(NamedTuple):
+    """One method of a table: worth by category and their mean, share of the rounds by drafter, switches a round."""
+
+    method: str
+    values: dict[str, float]
+    shares: list[float]
+    switches: float
+
+
+def groups_of(records: Records) -> dict[str, list[int]]:
+    """Text indices by category."""
+    groups: dict[str, list[int]] = {category: [] for category in records.categories}
+    for index, text in enumerate(records.texts):
+        groups[text.category].append(index)
+    return groups
+
+
+def grid_of(signal: torch.Tensor, points: int) -> tuple[float, ...]:
+    """At most ``points`` values: quantiles of a signal [M], rounded to three digits, and one below and above all.
+
+    Entropy is never below 0, so 0 stands for "always" there.
+    """
+    values = torch.quantile(signal.double(), torch.linspace(0, 1, max(points - 2, 1), dtype=torch.float64))
+    low, high = math.floor(float(signal.min())), math.ceil(float(signal.max()) + 1e-9)
+    return tuple(sorted({float(low), *(round(float(v), 3) for v in values), float(high)}))
+
+
+def rule_of(policy: str, signal: torch.Tensor, thresholds: Sequence[float]) -> Rule:
+    """The rule of a policy.
+
+    Args:
+        policy: ``entropy`` or ``neural``.
+        signal: [M] nats, or [M, N - 1] predicted gains.
+        thresholds: [N - 1].
+    """
+    if policy == "entropy":
+        return by_entropy(signal, thresholds)
+    return by_gain(signal, thresholds)
+
+
+def calibrate(records: Records, policy: str, signal: torch.Tensor, value: Value, points: int) -> Calibration:
+    """Search the thresholds of a policy.
+
+    Args:
+        records: to search on.
+        policy: ``entropy`` or ``neural``.
+        signal: as in :func:`rule_of`.
+        value: what is to be most.
+        points: G, at most.
+    """
+    paths, groups = trajectories(records, records.texts), groups_of(records)
+    others = len(records.facts.drafters) - 1
+    grid = tuple(grid_of(signal if policy == "entropy" else signal[:, i], points) for i in range(others))
+    known: dict[Thresholds, Outcome] = {}
+
+    def outcome(thresholds: Thresholds) -> Outcome:
+        if thresholds not in known:
+            known[thresholds] = walk(paths, rule_of(policy, signal, thresholds))
+        return known[thresholds]
+
+    def worth(category: str) -> Callable[[Thresholds], float]:
+        return lambda thresholds: value(outcome(thresholds).of(groups[category]))
+
+    def mean(thresholds: Thresholds) -> float:
+        return sum(worth(category)(thresholds) for category in groups) / len(groups)
+
+    falling = policy == "entropy"
+    overall = search(mean, grid, falling)
+    scores = {**{category: worth(category) for category in groups}, OVERALL: mean}
+    curves = {
+        name: [
+            [score((*overall.thresholds[:i], value_, *overall.thresholds[i + 1 :])) for value_ in column]
+            for i, column in enumerate(grid)
+        ]
+        for name, score in scores.items()
+    }
+    return Calibration(grid, {c: search(worth(c), grid, falling) for c in groups}, overall, curves)
+
+
+def search(score: Callable[[Thresholds], float], grid: Sequence[Sequence[float]], falling: bool) -> Found:
+    """The thresholds of the grid with the highest score, one threshold after the other.
+
+    With one threshold that is the whole grid; of equal ones the highest wins, which routes most to the reference.
+
+    Args:
+        score: of thresholds.
+        grid: values of each.
+        falling: whether no threshold may be above the one before.
+    """
+    best = tuple(column[-1] for column in grid)
+    found = Found(best, score(best))
+    for _ in range(SWEEPS if len(grid) > 1 else 1):
+        for i, column in enumerate(grid):
+            for value in sorted(column, reverse=True):
+                tried = (*found.thresholds[:i], value, *found.thresholds[i + 1 :])
+                if falling and list(tried) != sorted(tried, reverse=True):
+                    continue
+                if (worth := score(tried)) > found.value:
+                    found = Found(tried, worth)
+    return found
+
+
+def oracle_rules(records: Records, value: Value) -> dict[str, Rule]:
+    """Every single drafter and the three oracles (section 4, "Baselines")."""
+    paths = trajectories(records, records.texts)
+    rules = {name: always(index) for index, name in enumerate(records.facts.drafters)}
+    rules["oracle-task"] = oracle_by_group(paths, list(groups_of(records).values()), value)
+    rules["oracle-prompt"] = oracle_by_group(paths, [[i] for i in range(len(records.texts))], value)
+    rules["oracle-token"] = oracle_token(paths, value)
+    return rules
+
+
+def table(records: Records, rules: dict[str, Rule], value: Value) -> list[Row]:
+    """A row per rule."""
+    paths, groups = trajectories(records, records.texts), groups_of(records)
+    rows = []
+    for method, rule in rules.items():
+        outcome = walk(paths, rule)
+        values = {category: value(outcome.of(texts)) for category, texts in groups.items()}
+        values["mean"] = sum(values.values()) / len(values)
+        rounds = max(int(outcome.rounds.sum()), 1)
+        rows.append(Row(method, values, outcome.shares, outcome.num_switches / rounds))
+    return rows

@@ -1,0 +1,78 @@
+"""Pictures of records: thresholds against what they are worth, and one text drafter by drafter."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vllm_crossspec.training.calibration import OVERALL, Calibration
+
+COLOURS = ("tab:orange", "tab:blue", "tab:green", "tab:red", "tab:purple", "tab:brown")
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ValueError('pictures need matplotlib: run `pip install "vllm-crossspec[train]"`') from None
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def draw_calibration(found: Calibration, drafters: tuple[str, ...], policy: str, value_name: str, path: Path) -> None:
+    """Worth along each threshold, by category; the overall best is marked."""
+    plt = _pyplot()
+    unit = "nats" if policy == "entropy" else "tokens"
+    figure, panels = plt.subplots(1, len(found.grid), figsize=(7 * len(found.grid), 4.5), layout="constrained")
+    for i, axes in enumerate([panels] if len(found.grid) == 1 else panels):
+        for name, curves in found.curves.items():
+            strong = name == OVERALL
+            axes.plot(
+                found.grid[i],
+                curves[i],
+                label=name,
+                linewidth=2.2 if strong else 1.2,
+                color="black" if strong else None,
+            )
+        axes.axvline(found.overall.thresholds[i], color="grey", linestyle="--", linewidth=1)
+        axes.set_xlabel(f"{policy} threshold of {drafters[i]} against {drafters[-1]} ({unit})")
+        axes.set_ylabel(value_name)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_trace(
+    lengths: torch.Tensor, rounds: list[tuple[int, int]], drafters: tuple[str, ...], title: str, path: Path
+) -> None:
+    """Acceptance length of every drafter at every token of a text, and which drafter a rule chose where it was asked.
+
+    As WhiFlash's figure 2.
+
+    Args:
+        lengths: int [P, N] of the text's places.
+        rounds: (place, drafter) of every round.
+        drafters: [N] names.
+        title: of the picture.
+        path: of the .png or .svg file.
+    """
+    plt = _pyplot()
+    figure, axes = plt.subplots(figsize=(max(7.0, 0.12 * len(lengths)), 4), layout="constrained")
+    for index, name in enumerate(drafters):
+        colour = COLOURS[index % len(COLOURS)]
+        axes.step(
+            range(len(lengths)), lengths[:, index], where="mid", color=colour, linewidth=1.0, alpha=0.7, label=name
+        )
+        chosen = [place for place, drafter in rounds if drafter == index]
+        axes.scatter(chosen, lengths[chosen, index], color=colour, s=22, zorder=3, label=f"{name}, chosen")
+    axes.set_xlabel("token of the answer")
+    axes.set_ylabel("acceptance length (tokens)")
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, fontsize=9)
+    axes.grid(alpha=0.3)
+    figure.legend(fontsize=8, ncols=2 * len(drafters), loc="outside lower center")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

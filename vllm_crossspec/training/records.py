@@ -1,0 +1,360 @@
+"""Records of how every drafter would have done at every token of the target's texts.
+
+They are what routers are trained on (WhiFlash, section 3.3.2) and what oracles, calibration and pictures are computed
+from, without an engine. ``crossspec collect`` writes them: a folder with ``records.json`` (how they were made) and
+``shard-NNNNN.safetensors``, each the texts of some prompts, so that a stopped collection goes on with the first
+missing shard.
+
+A record is made where a round could begin: after a token that the target has sampled, the first of its answer
+included. Shape legend: T texts, M records (rows), N drafters in routing order (the last is the reference), H hidden
+size, D draft tokens of a drafter.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, load_file, save_file
+
+FORMAT_VERSION = 1
+INDEX_FILE, SHARD_PATTERN = "records.json", "shard-*.safetensors"
+NO_TOKEN = -2
+"""Stands for a token past the end of a text; dead draft nodes are -1, so that nothing equals it."""
+
+Steps = Sequence[tuple[Sequence[str], bytes]]
+"""What the engine's record mode hands out: request ids, and tensors (see ``engine.recorder``)."""
+
+
+class Facts(NamedTuple):
+    """What all shards of a folder have in common.
+
+    Attributes:
+        model: the target, as named by who collected.
+        hidden_size: H.
+        drafters: [N] names in routing order.
+        depths: [N] most draft tokens of a path, of each drafter.
+    """
+
+    model: str
+    hidden_size: int
+    drafters: tuple[str, ...]
+    depths: tuple[int, ...]
+
+
+class Answer(NamedTuple):
+    """One finished text.
+
+    Attributes:
+        category: of its prompt.
+        num_prompt_tokens: length of the prompt.
+        token_ids: what the target generated.
+        reason: why it ended: vLLM's finish reason, or ``prompt too long``.
+    """
+
+    category: str
+    num_prompt_tokens: int
+    token_ids: list[int]
+    reason: str
+
+
+class Text(NamedTuple):
+    """Where a text's records are: rows ``start`` to ``end`` (not included), one for each of its tokens but the last."""
+
+    number: int
+    category: str
+    start: int
+    end: int
+
+
+class Shard(NamedTuple):
+    """One file and the rows that it holds."""
+
+    path: Path
+    start: int
+    end: int
+
+
+class Records(NamedTuple):
+    """All records of a folder, but for the hidden states, which may not fit the memory (:func:`hidden_states`).
+
+    Attributes:
+        facts: what they are of.
+        texts: in row order.
+        shards: in row order.
+        entropy: float32 [M], nats, of the target's distribution from which it sampled the token.
+        lengths: int64 [M, N] tokens that a round beginning there yields with each drafter, the target's own included.
+        known: int64 [M] tokens of the text after the record's. Where a draft's accepted part reaches the end of the
+            text, the length that is recorded is a lower bound.
+    """
+
+    facts: Facts
+    texts: tuple[Text, ...]
+    shards: tuple[Shard, ...]
+    entropy: torch.Tensor
+    lengths: torch.Tensor
+    known: torch.Tensor
+
+    @property
+    def is_complete(self) -> torch.Tensor:
+        """bool [M]: whether every drafter's length is certain. Leaving the others out by their distance from the end
+        of the text, and not by whether the end was reached, keeps the rest unbiased."""
+        return self.known >= max(self.facts.depths)
+
+    @property
+    def categories(self) -> tuple[str, ...]:
+        """In the order in which they first appear."""
+        return tuple(dict.fromkeys(text.category for text in self.texts))
+
+
+def acceptance_lengths(tokens: torch.Tensor, parents: torch.Tensor | None, truth: torch.Tensor) -> torch.Tensor:
+    """1 + the longest path from the root whose tokens are those that follow: what a round would have yielded.
+
+    Args:
+        tokens: int [M, D] draft tokens; -1 past the live ones.
+        parents: [M, D] row of each node's parent (0: the root; node i is row i + 1), smaller than its own; None for
+            chains.
+        truth: int [M, at least the tree's depth] tokens that followed; ``NO_TOKEN`` past the end of the text.
+
+    Returns:
+        int64 [M].
+    """
+    num_rows, num_nodes = tokens.shape
+    if parents is None:
+        width = min(num_nodes, truth.shape[1])
+        return 1 + (tokens[:, :width] == truth[:, :width]).long().cumprod(dim=1).sum(dim=1)
+    # Depth of every row that is on an accepted path; -1 where it is not.
+    depth = torch.full((num_rows, num_nodes + 1), -1, dtype=torch.int64)
+    depth[:, 0] = 0
+    truth = torch.nn.functional.pad(truth, (0, 1), value=NO_TOKEN)
+    last = truth.shape[1] - 1
+    for node in range(num_nodes):
+        above = depth.gather(1, parents[:, node : node + 1].long())[:, 0]
+        expected = truth.gather(1, above.clamp(min=0, max=last)[:, None])[:, 0]
+        depth[:, node + 1] = torch.where((above >= 0) & (tokens[:, node] == expected), above + 1, -1)
+    return 1 + depth.amax(dim=1)
+
+
+def assemble(steps: Steps, answers: Mapping[int, Answer], facts: Facts) -> dict[str, torch.Tensor]:
+    """The tensors of a shard from what the engine recorded, sorted by text and position.
+
+    Args:
+        steps: of the shard's requests, whose ids begin with the text's number and a hyphen, as vLLM makes them.
+        answers: by text number.
+        facts: of the collection.
+
+    Returns:
+        ``hidden`` [M, H], ``entropy`` float32 [M], ``lengths`` int8 [M, N], ``known`` int16 [M], ``position`` int32 [M]
+        (index of the record's token in the text) and ``text`` int32 [M].
+
+    Raises:
+        RuntimeError: a token of a text has no record.
+    """
+    numbers = torch.tensor([int(name.split("-")[0]) for ids, _ in steps for name in ids], dtype=torch.int64)
+    loaded = [load(content) for _, content in steps]
+    data = {name: torch.cat([part[name] for part in loaded]) for name in (loaded[0] if loaded else ())}
+    rows, numbers, positions = _wanted_rows(numbers, data, answers)
+    depth = max(facts.depths)
+    truth, known = _following(numbers, positions, answers, depth)
+    lengths = [
+        acceptance_lengths(
+            data[f"tokens.{name}"][rows],
+            data[f"parents.{name}"][rows] if f"parents.{name}" in data else None,
+            truth,
+        )
+        for name in facts.drafters
+    ]
+    return {
+        "hidden": data["hidden"][rows],
+        "entropy": data["entropy"][rows].float(),
+        "lengths": torch.stack(lengths, dim=1).to(torch.int8),
+        "known": known.clamp(max=torch.iinfo(torch.int16).max).to(torch.int16),
+        "position": positions.to(torch.int32),
+        "text": numbers.to(torch.int32),
+    }
+
+
+def _wanted_rows(
+    numbers: torch.Tensor, data: Mapping[str, torch.Tensor], answers: Mapping[int, Answer]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The steps' row, the text and the position of every record that is to be kept: all tokens but each text's last.
+
+    A request that is preempted is recorded again from the same states; what an engine has computed ahead past the end
+    of a text is dropped.
+    """
+    wanted = [(n, len(answer.token_ids) - 1) for n, answer in sorted(answers.items()) if len(answer.token_ids) > 1]
+    if not wanted:
+        raise ValueError("none of these prompts was answered with more than one token: there is nothing to record")
+    prompt = torch.zeros(max(answers) + 1, dtype=torch.int64)
+    length = torch.zeros_like(prompt)
+    for number, answer in answers.items():
+        prompt[number], length[number] = answer.num_prompt_tokens, len(answer.token_ids)
+    positions = data["position"] - prompt[numbers]
+    keep = (data["num_sampled"] > 0) & (positions >= 0) & (positions < length[numbers] - 1)
+    rows = keep.nonzero()[:, 0]
+    key = numbers[rows] * (int(length.max()) + 1) + positions[rows]
+    order = key.argsort(stable=True)
+    rows, key = rows[order], key[order]
+    is_last = torch.cat([key[1:] != key[:-1], torch.ones(min(1, len(key)), dtype=torch.bool)])
+    rows = rows[is_last]
+    expected = sum(count for _, count in wanted)
+    if len(rows) != expected:
+        raise RuntimeError(f"the engine recorded {len(rows)} of {expected} tokens; please report this")
+    return rows, numbers[rows], positions[rows]
+
+
+def _following(
+    numbers: torch.Tensor, positions: torch.Tensor, answers: Mapping[int, Answer], depth: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 [M, depth] tokens after every record's own, and int64 [M] how many there are in the text at all."""
+    padded = {number: answer.token_ids + [NO_TOKEN] * depth for number, answer in answers.items()}
+    starts, flat = torch.zeros(max(answers) + 1, dtype=torch.int64), []
+    length = torch.zeros_like(starts)
+    for number, tokens in padded.items():
+        starts[number], length[number] = len(flat), len(tokens) - depth
+        flat += tokens
+    first = starts[numbers] + positions + 1
+    truth = torch.tensor(flat, dtype=torch.int64)[first[:, None] + torch.arange(depth)]
+    return truth, length[numbers] - 1 - positions
+
+
+# -- files ----------------------------------------------------------------------------------------------------
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """File of a shard."""
+    return folder / f"shard-{number:05d}.safetensors"
+
+
+def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], answers: Mapping[int, Answer], facts: Facts) -> None:
+    """Write a shard whole or not at all."""
+    texts = [[n, a.category, max(len(a.token_ids) - 1, 0), a.reason] for n, a in sorted(answers.items())]
+    metadata = {
+        "format_version": str(FORMAT_VERSION),
+        "facts": json.dumps(facts._asdict()),
+        "texts": json.dumps(texts),
+    }
+    new = path.with_suffix(".new")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new, metadata)
+    new.replace(path)
+
+
+def claim(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Make ``folder`` the place of this collection, or find that it is already.
+
+    Raises:
+        ValueError: the folder holds records that were made otherwise; the sentence names the first difference.
+    """
+    index = folder / INDEX_FILE
+    content = {"format_version": FORMAT_VERSION, **json.loads(json.dumps(settings))}
+    if not index.is_file():
+        folder.mkdir(parents=True, exist_ok=True)
+        new = index.with_suffix(".new")
+        new.write_text(json.dumps(content, indent=1) + "\n")
+        new.replace(index)
+        return
+    found = _read_json(index)
+    for name in sorted({*content, *found}):
+        if found.get(name) != content.get(name):
+            raise ValueError(
+                f"--out {folder} holds records with another {name} ({_short(found.get(name))}, here "
+                f"{_short(content.get(name))}); give another folder, or the settings that these were collected with"
+            )
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+        raise ValueError(f"{path} is damaged ({problem}); collect these records again") from problem
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} is no index of records; collect them again")
+    return content
+
+
+def read_records(folder: str | Path, key: str = "--records") -> Records:
+    """All finished shards of a folder, without the hidden states.
+
+    Args:
+        folder: that ``crossspec collect`` writes, finished or not.
+        key: of the option that named it, for messages.
+
+    Raises:
+        ValueError: no such folder, no records in it, a damaged shard, or shards of different drafters.
+    """
+    folder = Path(folder).expanduser()
+    if not (folder / INDEX_FILE).is_file():
+        raise ValueError(f"{key} {folder} holds no {INDEX_FILE}; give a folder that `crossspec collect` wrote")
+    paths = sorted(folder.glob(SHARD_PATTERN))
+    if not paths:
+        raise ValueError(f"{key} {folder} holds no finished shard yet; let `crossspec collect` go on")
+    facts, texts, shards, parts, row = None, [], [], [], 0
+    for path in paths:
+        found, listed, tensors = _read_shard(path)
+        if facts is not None and found != facts:
+            raise ValueError(f"{key}: {path} and {paths[0]} are of different drafters or targets; keep them apart")
+        facts, first = found, row
+        for number, category, count, _ in listed:
+            if count:
+                texts.append(Text(number, category, row, row + count))
+                row += count
+        if row - first != len(tensors["entropy"]):
+            raise ValueError(
+                f"{key}: {path} lists {row - first} records and holds {len(tensors['entropy'])}; delete it"
+            )
+        shards.append(Shard(path, first, row))
+        parts.append(tensors)
+    assert facts is not None
+    joined = {name: torch.cat([part[name] for part in parts]) for name in ("entropy", "lengths", "known")}
+    return Records(
+        facts, tuple(texts), tuple(shards), joined["entropy"], joined["lengths"].long(), joined["known"].long()
+    )
+
+
+def _read_shard(path: Path) -> tuple[Facts, list[tuple[int, str, int, str]], dict[str, torch.Tensor]]:
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            facts = json.loads(metadata["facts"])
+            texts = [tuple(text) for text in json.loads(metadata["texts"])]
+            tensors = {name: file.get_tensor(name) for name in ("entropy", "lengths", "known")}
+    except (SafetensorError, KeyError, json.JSONDecodeError) as problem:
+        raise ValueError(f"{path} is no whole shard of records ({problem}); delete it and collect again") from problem
+    names, depths = tuple(facts["drafters"]), tuple(facts["depths"])
+    return Facts(facts["model"], facts["hidden_size"], names, depths), texts, tensors
+
+
+def hidden_states(shards: Sequence[Shard]) -> Iterator[tuple[Shard, torch.Tensor]]:
+    """Each shard with its hidden states, [rows, H] in the target's own precision, one in memory at a time."""
+    for shard in shards:
+        yield shard, load_file(shard.path)["hidden"]
+
+
+def choose_drafters(records: Records, names: Sequence[str], key: str = "--drafters") -> Records:
+    """The same records of some of the drafters only.
+
+    Args:
+        names: of at least two drafters; their routing order stays.
+        key: of the option, for messages.
+
+    Raises:
+        ValueError: a name that is none of the drafters', or fewer than two.
+    """
+    known = records.facts.drafters
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{key}: {name!r} is none of the recorded drafters ({', '.join(known)})")
+    columns = [i for i, name in enumerate(known) if name in names]
+    if len(columns) < 2:
+        raise ValueError(f"{key}: name at least two of {', '.join(known)}; a router chooses between drafters")
+    facts = records.facts._replace(
+        drafters=tuple(known[i] for i in columns), depths=tuple(records.facts.depths[i] for i in columns)
+    )
+    return records._replace(facts=facts, lengths=records.lengths[:, columns])

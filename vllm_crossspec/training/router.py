@@ -1,0 +1,371 @@
+"""Training of the neural router (WhiFlash, section 3.3.2 and appendix A) on records.
+
+An MLP reads the target's final hidden state and says by how many tokens each drafter would beat the reference in a
+round that begins there: H -> H / 8 -> GELU -> dropout -> N - 1, mean squared error, AdamW at 1e-3. With it go the mean
+lengths and the fit of gain by entropy, which set "auto" thresholds.
+
+Shape legend: M records, H hidden size, m = H // 8, N drafters in routing order (the last is the reference).
+"""
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from vllm_crossspec.router.checkpoint import EntropyGain, RouterCheckpoint, RouterFacts, middle_size
+from vllm_crossspec.router.costs import auto_thresholds
+from vllm_crossspec.router.simulate import (
+    Outcome,
+    Trajectories,
+    Value,
+    always,
+    by_entropy,
+    by_gain,
+    oracle_by_group,
+    oracle_token,
+    visits,
+    walk,
+)
+from vllm_crossspec.training.records import Records, Shard, Text, hidden_states
+
+Progress = Callable[[int, int, float | None], None]
+"""Called with optimizer steps done, of how many, and the held-out error where it was just measured."""
+
+POOL_ROWS = 1 << 18
+"""Records whose hidden states are in memory together and are shuffled among each other."""
+
+ENTROPY_BINS = 24
+"""Bins of the fit of gain by entropy, of equally many records each."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How a router is trained; the paper's values. Two runs with equal configs and records give equal routers.
+
+    Attributes:
+        lr: peak rate of AdamW; it falls to 0 along a cosine.
+        epochs: passes over the records.
+        batch_tokens: records of an optimizer step.
+        dropout: share of the middle layer that is dropped in training.
+        weight_decay: of AdamW.
+        held_out: share of the texts that are kept for the report.
+        patience: epochs without a better held-out error after which training ends and the best epoch is kept; 0 trains
+            to the end and keeps it.
+        weighting: ``uniform`` learns from every token alike, as the paper; ``visits`` by how likely a round begins
+            there (:func:`vllm_crossspec.router.simulate.visits`).
+        seed: of weights, split, order and dropout.
+    """
+
+    lr: float = 1e-3
+    epochs: int = 1
+    batch_tokens: int = 8192
+    dropout: float = 0.1
+    weight_decay: float = 0.01
+    held_out: float = 0.1
+    patience: int = 0
+    weighting: str = "uniform"
+    seed: int = 0
+
+
+class Split(NamedTuple):
+    """Texts to learn from and texts held out."""
+
+    train: tuple[Text, ...]
+    held_out: tuple[Text, ...]
+
+
+class Report(NamedTuple):
+    """How a router does on the held-out texts.
+
+    Attributes:
+        r2: [N - 1] share of the variance of the gains that it explains; below 0 it is worse than their mean.
+        lengths: acceptance length by method.
+        num_texts, num_records: held out.
+    """
+
+    r2: tuple[float, ...]
+    lengths: dict[str, float]
+    num_texts: int
+    num_records: int
+
+
+class RouterNet(nn.Module):
+    """The MLP, over standardised states; :meth:`folded` gives the layers that read them as they are.
+
+    Args:
+        hidden_size: H.
+        num_gains: N - 1.
+        dropout: share dropped in training.
+    """
+
+    mean: torch.Tensor
+    scale: torch.Tensor
+
+    def __init__(self, hidden_size: int, num_gains: int, dropout: float):
+        super().__init__()
+        self.hidden = nn.Linear(hidden_size, middle_size(hidden_size))
+        self.gain = nn.Linear(middle_size(hidden_size), num_gains)
+        self.dropout = nn.Dropout(dropout)
+        self.register_buffer("mean", torch.zeros(hidden_size))
+        self.register_buffer("scale", torch.ones(hidden_size))
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Gains [rows, N - 1] for float32 states [rows, H]."""
+        middle = nn.functional.gelu(self.hidden((states - self.mean) * self.scale))
+        return self.gain(self.dropout(middle))
+
+    @torch.no_grad()
+    def folded(self) -> tuple[torch.Tensor, ...]:
+        """The four tensors of a checkpoint: the standardisation is part of the first layer."""
+        weight = self.hidden.weight * self.scale
+        return weight, self.hidden.bias - weight @ self.mean, self.gain.weight.clone(), self.gain.bias.clone()
+
+
+def split_texts(records: Records, share: float, seed: int) -> Split:
+    """Hold out whole texts, drawn by ``seed``; at least one where ``share`` is not 0.
+
+    Raises:
+        ValueError: too few texts for both parts.
+    """
+    num_texts = len(records.texts)
+    held = 0 if share == 0 else max(1, round(share * num_texts))
+    if num_texts <= held:
+        raise ValueError(f"{num_texts} texts are too few to hold out {held}; collect more, or lower --held-out")
+    order = torch.randperm(num_texts, generator=torch.Generator().manual_seed(seed)).tolist()
+    chosen = set(order[:held])
+    parts: tuple[list[Text], list[Text]] = ([], [])
+    for index, text in enumerate(records.texts):
+        parts[index in chosen].append(text)
+    return Split(tuple(parts[0]), tuple(parts[1]))
+
+
+def trajectories(records: Records, texts: Sequence[Text]) -> Trajectories:
+    """What rules walk over, for some of the texts."""
+    starts, ends = torch.tensor([[t.start, t.end] for t in texts], dtype=torch.int64).reshape(-1, 2).T
+    return Trajectories(records.lengths, records.known, starts, ends)
+
+
+def rows_of(records: Records, texts: Sequence[Text]) -> torch.Tensor:
+    """bool [M]: the records of these texts."""
+    rows = torch.zeros(len(records.entropy), dtype=torch.bool)
+    for text in texts:
+        rows[text.start : text.end] = True
+    return rows
+
+
+def gains_of(records: Records) -> torch.Tensor:
+    """float32 [M, N - 1] tokens by which each drafter beats the reference."""
+    lengths = records.lengths.float()
+    return lengths[:, :-1] - lengths[:, -1:]
+
+
+def train_router(
+    records: Records, config: RouterConfig, progress: Progress | None = None
+) -> tuple[RouterCheckpoint, Report]:
+    """Train on the records but for the held-out texts.
+
+    Args:
+        records: of at least two drafters.
+        config: how.
+        progress: called after every step.
+
+    Raises:
+        ValueError: too few texts or records.
+    """
+    split = split_texts(records, config.held_out, config.seed)
+    rows = rows_of(records, split.train) & records.is_complete
+    if int(rows.sum()) < 2:
+        raise ValueError("there are no records far enough from their text's end to learn from; collect longer answers")
+    weights = _weights(records, split.train, rows, config.weighting)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        net = _fit(records, split, rows, weights, config, progress)
+    gains = predicted_gains(records, net)
+    facts = RouterFacts(
+        hidden_size=records.facts.hidden_size,
+        drafters=records.facts.drafters,
+        target=records.facts.model,
+        mean_lengths=tuple(
+            walk(trajectories(records, split.train), always(i)).acceptance_length
+            for i in range(len(records.facts.drafters))
+        ),
+        entropy_gain=fit_entropy_gain(records.entropy[rows], gains_of(records)[rows], weights[rows]),
+        train={**asdict(config), "num_texts": len(split.train), "num_records": int(rows.sum())},
+    )
+    checkpoint = RouterCheckpoint(facts, *net.folded())
+    return checkpoint, _report(records, split, gains, facts)
+
+
+def _weights(records: Records, texts: Sequence[Text], rows: torch.Tensor, weighting: str) -> torch.Tensor:
+    """float32 [M], 1 on the average of the rows."""
+    if weighting == "uniform":
+        return torch.ones(len(rows))
+    weights = visits(trajectories(records, texts)).float()
+    return weights / weights[rows].mean()
+
+
+def _fit(
+    records: Records,
+    split: Split,
+    rows: torch.Tensor,
+    weights: torch.Tensor,
+    config: RouterConfig,
+    progress: Progress | None,
+) -> RouterNet:
+    targets = gains_of(records)
+    net = RouterNet(records.facts.hidden_size, targets.shape[1], config.dropout)
+    _standardise(net, records, rows, targets)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=config.lr, weight_decay=config.weight_decay)
+    per_epoch = sum(1 for _ in _batches(records, rows, config, epoch=0, with_states=False))
+    total, done = per_epoch * config.epochs, 0
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
+    held = rows_of(records, split.held_out) & records.is_complete
+    best, best_error, waited = None, float("inf"), 0
+    for epoch in range(config.epochs):
+        net.train()
+        for chosen, states in _batches(records, rows, config, epoch):
+            error = (net(states) - targets[chosen]).square().mean(dim=1)
+            loss = (error * weights[chosen]).sum() / weights[chosen].sum()
+            optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            optimizer.step()
+            schedule.step()
+            done += 1
+            if progress is not None:
+                progress(done, total, None)
+        if not config.patience or not held.any():
+            continue
+        error_now = _error(records, net, held, targets)
+        if progress is not None:
+            progress(done, total, error_now)
+        waited = 0 if error_now < best_error else waited + 1
+        if not waited:
+            best, best_error = copy.deepcopy(net.state_dict()), error_now
+        if waited >= config.patience:
+            break
+    if best is not None:
+        net.load_state_dict(best)
+    return net.eval()
+
+
+def _standardise(net: RouterNet, records: Records, rows: torch.Tensor, targets: torch.Tensor) -> None:
+    """Mean and scale of the states over the training records; the output starts at the mean gain."""
+    size = records.facts.hidden_size
+    total, squares, count = torch.zeros(size, dtype=torch.float64), torch.zeros(size, dtype=torch.float64), 0
+    for shard, states in hidden_states(records.shards):
+        chosen = states[rows[shard.start : shard.end]].double()
+        total, squares, count = total + chosen.sum(0), squares + chosen.square().sum(0), count + len(chosen)
+    mean = total / count
+    variance = (squares / count - mean.square()).clamp(min=1e-8)
+    with torch.no_grad():
+        net.mean.copy_(mean)
+        net.scale.copy_(variance.rsqrt())
+        net.gain.bias.copy_(targets[rows].mean(dim=0))
+
+
+def _batches(
+    records: Records, rows: torch.Tensor, config: RouterConfig, epoch: int, with_states: bool = True
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Row numbers int64 [n] and float32 states [n, H] of every batch of an epoch, in the order of its seed.
+
+    Shards are drawn in any order and pooled up to ``POOL_ROWS`` records, which are shuffled among each other.
+    """
+    generator = torch.Generator().manual_seed(config.seed * 1_000_003 + epoch)
+    order = [records.shards[i] for i in torch.randperm(len(records.shards), generator=generator).tolist()]
+    pool: list[Shard] = []
+    for index, shard in enumerate(order):
+        pool.append(shard)
+        size = sum(s.end - s.start for s in pool)
+        if size < POOL_ROWS and index + 1 < len(order):
+            continue
+        numbers = torch.cat([torch.arange(s.start, s.end) for s in pool])
+        wanted = rows[numbers].nonzero()[:, 0]
+        wanted = wanted[torch.randperm(len(wanted), generator=generator)]
+        states = torch.cat([states for _, states in hidden_states(pool)]) if with_states else numbers
+        pool = []
+        for start in range(0, len(wanted), config.batch_tokens):
+            chosen = wanted[start : start + config.batch_tokens]
+            yield numbers[chosen], states[chosen].float()
+
+
+@torch.no_grad()
+def _error(records: Records, net: RouterNet, rows: torch.Tensor, targets: torch.Tensor) -> float:
+    gains = predicted_gains(records, net.eval())
+    return float((gains[rows] - targets[rows]).square().mean())
+
+
+@torch.no_grad()
+def predicted_gains(records: Records, net: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """float32 [M, N - 1] of all records, by a function of float32 states [rows, H]."""
+    parts = [net(part.float()) for _, states in hidden_states(records.shards) for part in states.split(1 << 16)]
+    return torch.cat(parts)
+
+
+def checkpoint_gains(records: Records, checkpoint: RouterCheckpoint) -> torch.Tensor:
+    """float32 [M, N - 1] of all records, by a trained router."""
+    _, *tensors = checkpoint
+    weight, bias, gain_weight, gain_bias = (tensor.float() for tensor in tensors)
+
+    def net(states: torch.Tensor) -> torch.Tensor:
+        middle = nn.functional.gelu(nn.functional.linear(states, weight, bias))
+        return nn.functional.linear(middle, gain_weight, gain_bias)
+
+    return predicted_gains(records, net)
+
+
+def fit_entropy_gain(entropy: torch.Tensor, gains: torch.Tensor, weights: torch.Tensor) -> EntropyGain:
+    """Mean gain by entropy, made non-decreasing: the more uncertain the target, the more the others are worth.
+
+    Bins of equally many records, then the pool-adjacent-violators algorithm.
+
+    Args:
+        entropy: [M] nats.
+        gains: [M, N - 1] tokens.
+        weights: [M].
+    """
+    shares = torch.linspace(0, 1, ENTROPY_BINS + 1, dtype=torch.float64)[1:-1]
+    edges = torch.cat([torch.zeros(1, dtype=torch.float64), torch.quantile(entropy.double(), shares)]).unique()
+    bins = torch.bucketize(entropy.double(), edges, right=True) - 1
+    mass = torch.zeros(len(edges), dtype=torch.float64).index_add_(0, bins, weights.double())
+    filled = mass > 0
+    rows = []
+    for column in gains.double().T:
+        sums = torch.zeros(len(edges), dtype=torch.float64).index_add_(0, bins, weights.double() * column)
+        rows.append(tuple(rising((sums[filled] / mass[filled]).tolist(), mass[filled].tolist())))
+    kept = edges[filled].tolist()
+    return EntropyGain((0.0, *kept[1:]), tuple(rows))
+
+
+def rising(values: Sequence[float], masses: Sequence[float]) -> list[float]:
+    """The non-decreasing values that are nearest in mean square (pool adjacent violators)."""
+    blocks: list[tuple[float, float, int]] = []
+    for value, mass in zip(values, masses, strict=True):
+        blocks.append((value, mass, 1))
+        while len(blocks) > 1 and blocks[-2][0] >= blocks[-1][0]:
+            (low, low_mass, low_count), (high, high_mass, high_count) = blocks[-2:]
+            mean = (low * low_mass + high * high_mass) / (low_mass + high_mass)
+            blocks[-2:] = [(mean, low_mass + high_mass, low_count + high_count)]
+    return [value for value, _, count in blocks for _ in range(count)]
+
+
+def _report(records: Records, split: Split, gains: torch.Tensor, facts: RouterFacts) -> Report:
+    """The held-out texts, or all where none is held out."""
+    texts = split.held_out or split.train
+    rows, targets = rows_of(records, texts) & records.is_complete, gains_of(records)
+    spread = (targets[rows] - targets[rows].mean(dim=0)).square().sum(dim=0).clamp(min=1e-12)
+    r2 = 1 - (gains[rows] - targets[rows]).square().sum(dim=0) / spread
+    paths, others = trajectories(records, texts), gains.shape[1]
+    entropy = auto_thresholds("entropy", None, facts, others + 1)[0]
+    outcomes: dict[str, Outcome] = {
+        name: walk(paths, always(index)) for index, name in enumerate(records.facts.drafters)
+    }
+    outcomes["entropy, auto"] = walk(paths, by_entropy(records.entropy, entropy))
+    outcomes["neural, 0"] = walk(paths, by_gain(gains, [0.0] * others))
+    one_each = [[i] for i in range(len(texts))]
+    outcomes["oracle-prompt"] = walk(paths, oracle_by_group(paths, one_each, Value()))
+    outcomes["oracle-token"] = walk(paths, oracle_token(paths, Value()))
+    lengths = {name: outcome.acceptance_length for name, outcome in outcomes.items()}
+    return Report(tuple(r2.tolist()), lengths, len(texts), int(rows.sum()))

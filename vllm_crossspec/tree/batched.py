@@ -1,0 +1,117 @@
+"""The tree builders as PyTorch operations over the whole batch, for machines on which kernels are interpreted.
+
+Triton's interpreter takes tens of milliseconds for the program of every request; these take a few for all of them.
+Recording drafts at every token (`crossspec collect`) is possible there through them. Arguments, outputs and ties are
+those of the kernels, whose own truth is :mod:`vllm_crossspec.tree.naive`.
+"""
+
+import torch
+
+from vllm_crossspec.tree.dynamic import Beam
+from vllm_crossspec.types import TokenTree
+
+_NEVER = float("-inf")
+_WORD_BITS = 32
+
+
+def _as_log_prob(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > _NEVER, x.float().clamp(max=0.0), _NEVER)
+
+
+def _falling(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """int64 [R, count] columns of the best scores [R, n]; of equal ones the earlier first."""
+    return scores.sort(dim=1, descending=True, stable=True).indices[:, :count]
+
+
+def _write(out: TokenTree, tokens: torch.Tensor, parents: torch.Tensor, log_probs: torch.Tensor) -> None:
+    """Nodes [R, n] into the first rows of ``out``; those that cannot be are dead."""
+    num_reqs, num_nodes = tokens.shape
+    for tensor, value in zip(out, (0, 0, _NEVER, 0), strict=True):
+        tensor[:num_reqs] = value
+    is_live = log_probs > _NEVER
+    out.tokens[:num_reqs, :num_nodes] = tokens.masked_fill(~is_live, 0)
+    out.parents[:num_reqs, :num_nodes] = parents.masked_fill(~is_live, 0).to(out.parents.dtype)
+    out.log_probs[:num_reqs, :num_nodes] = log_probs
+    out.sizes[:num_reqs] = is_live.sum(dim=1, dtype=out.sizes.dtype)
+
+
+def best_first(*, log_probs: torch.Tensor, tokens: torch.Tensor, num_nodes: int, out: TokenTree) -> None:
+    """See :func:`vllm_crossspec.tree.best_first.best_first`."""
+    num_reqs, num_positions, num_candidates = log_probs.shape
+    scores, rows = _as_log_prob(log_probs), torch.arange(num_reqs, device=log_probs.device)
+    # One column and one row more than there are candidates: nothing comes after the last ones.
+    scores = torch.nn.functional.pad(scores, (0, 1, 0, 1), value=_NEVER)
+    # The frontier: entry 0 is the root's first child, entry n + 1 the first child of node n.
+    frontier = scores.new_full((num_reqs, num_nodes + 1), _NEVER)
+    frontier[:, 0] = scores[:, 0, 0]
+    position, rank = (torch.zeros(num_reqs, num_nodes + 1, dtype=torch.int64, device=rows.device) for _ in range(2))
+    above = torch.zeros_like(frontier)
+    nodes: list[tuple[torch.Tensor, ...]] = []
+    for node in range(num_nodes):
+        entry = _falling(frontier, 1)[:, 0]
+        score, at, ranked = frontier[rows, entry], position[rows, entry], rank[rows, entry]
+        nodes.append((at, ranked, entry, score))
+        rank[rows, entry] = (ranked + 1).clamp(max=num_candidates)
+        frontier[rows, entry] = torch.where(
+            score > _NEVER, above[rows, entry] + scores[rows, at, rank[rows, entry]], _NEVER
+        )
+        deeper = (at + 1).clamp(max=num_positions)
+        frontier[:, node + 1] = score + scores[rows, deeper, 0]
+        position[:, node + 1], above[:, node + 1] = deeper, score
+    positions, ranks, parents, found = (torch.stack(part, dim=1) for part in zip(*nodes, strict=True))
+    last = (positions.clamp(max=num_positions - 1), ranks.clamp(max=num_candidates - 1))
+    _write(out, tokens[rows[:, None], *last], parents, found)
+
+
+class DynamicTree:
+    """See :class:`vllm_crossspec.tree.dynamic.DynamicTree`."""
+
+    def __init__(self, *, num_nodes: int, depth: int, top_k: int):
+        self.num_nodes, self.depth, self.top_k = num_nodes, depth, top_k
+        self.mask_words = -(-depth * top_k // _WORD_BITS)
+
+    def start(self, log_probs: torch.Tensor, tokens: torch.Tensor) -> Beam:
+        """See :meth:`vllm_crossspec.tree.dynamic.DynamicTree.start`."""
+        num_reqs = log_probs.shape[0]
+        # Candidates of all levels so far: log-probability, token, and parent as a candidate (-1 for the root).
+        self._log_probs = torch.empty(num_reqs, 0, device=log_probs.device)
+        self._tokens = torch.empty(num_reqs, 0, dtype=torch.int64, device=log_probs.device)
+        self._parents = torch.empty(num_reqs, 0, dtype=torch.int64, device=log_probs.device)
+        self._beam = torch.full((num_reqs, 1), -1, dtype=torch.int64, device=log_probs.device)
+        self._masks = torch.zeros(num_reqs, 1, self.mask_words, dtype=torch.int32, device=log_probs.device)
+        return self._take(1, log_probs[:, None], tokens[:, None])
+
+    def expand(self, level: int, log_probs: torch.Tensor, tokens: torch.Tensor) -> Beam:
+        """See :meth:`vllm_crossspec.tree.dynamic.DynamicTree.expand`."""
+        return self._take(level, log_probs, tokens)
+
+    def finish(self, out: TokenTree) -> None:
+        """See :meth:`vllm_crossspec.tree.dynamic.DynamicTree.finish`."""
+        order = _falling(self._log_probs, self._log_probs.shape[1])
+        places = torch.empty_like(order)
+        places.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+        order = order[:, : self.num_nodes]
+        parents = self._parents.gather(1, order)
+        parents = torch.where(parents < 0, 0, places.gather(1, parents.clamp(min=0)) + 1)
+        _write(out, self._tokens.gather(1, order), parents, self._log_probs.gather(1, order))
+
+    def _take(self, level: int, log_probs: torch.Tensor, tokens: torch.Tensor) -> Beam:
+        num_reqs, k, first = log_probs.shape[0], self.top_k, self._tokens.shape[1]
+        scores = _as_log_prob(log_probs)
+        if level > 1:
+            scores = self._log_probs.gather(1, self._beam)[:, :, None] + scores
+        scores, tokens = scores.reshape(num_reqs, -1), tokens.reshape(num_reqs, -1)
+        self._log_probs = torch.cat([self._log_probs, scores], dim=1)
+        self._tokens = torch.cat([self._tokens, tokens], dim=1)
+        self._parents = torch.cat([self._parents, self._beam.repeat_interleave(k, dim=1)], dim=1)
+        chosen = _falling(scores, k)
+        self._beam = first + chosen
+        best, parents = scores.gather(1, chosen), chosen // k
+        is_live = best > _NEVER
+        parents = parents.masked_fill(~is_live, 0)
+        self._masks = self._masks.gather(1, parents[:, :, None].expand(-1, -1, self.mask_words)).clone()
+        own = (level - 1) * k + torch.arange(k, device=chosen.device)
+        bits = torch.ones_like(own, dtype=torch.int32) << (own % _WORD_BITS).to(torch.int32)
+        self._masks[:, torch.arange(k, device=own.device), own // _WORD_BITS] |= bits
+        tokens = tokens.gather(1, chosen).masked_fill(~is_live, 0)
+        return Beam(tokens, parents.to(torch.int32), best, self._masks)
