@@ -46,6 +46,13 @@ def truncated(source, folder):
 EAGLE3 = engines.ours("eagle3", engines.EAGLE3)
 DFLASH = engines.ours("dflash", engines.DFLASH)
 
+
+def whiflash(router=None, drafters=None, **changed_drafters):
+    """Both drafters and a router, something of it changed."""
+    pair = {"eagle3": {"model": str(engines.EAGLE3)}, "dflash": {"model": str(engines.DFLASH)}}
+    return {"method": "whiflash", "drafters": drafters or pair | changed_drafters, "router": router or {}}
+
+
 CASES = {
     "unknown key": (lambda tmp: EAGLE3 | {"tre": 1}, "unknown key 'tre'; did you mean 'tree'"),
     "unknown method": (
@@ -91,6 +98,36 @@ CASES = {
     "one of two drafters missing": (
         lambda tmp: engines.both("eagle3") | {"drafters": {"eagle3": {"model": str(tmp / "none")}}},
         "speculative_config.drafters.eagle3.model: there is no folder",
+    ),
+    "one of two drafters cut short": (
+        lambda tmp: whiflash(eagle3={"model": str(truncated(engines.EAGLE3, tmp / "d"))}),
+        "model.safetensors is damaged or cut short .*copy it again",
+    ),
+    "drafters of different targets": (
+        lambda tmp: whiflash(eagle3={"model": str(changed(engines.EAGLE3, tmp / "d", hidden_size=512))}),
+        "drafters.eagle3.model.* reads states of width 512, but .* has hidden size 256; it was trained for another",
+    ),
+    "a buffer too small for a round": (
+        lambda tmp: whiflash(router={"max_backlog": 7}),
+        "router.max_backlog is 7, but one round can accept 8 tokens; use 8 or more",
+    ),
+    "no router there": (
+        lambda tmp: whiflash(router={"policy": "neural", "model": str(tmp / "none")}),
+        "speculative_config.router.model: ",
+    ),
+    "a drafter in the router's place": (
+        lambda tmp: whiflash(router={"policy": "neural", "model": str(engines.EAGLE3)}),
+        "speculative_config.router.model: .*router.json",
+    ),
+    "a router of other drafters": (
+        lambda tmp: whiflash(
+            drafters={
+                "a": {"type": "eagle3", "model": str(engines.EAGLE3)},
+                "b": {"type": "dflash", "model": str(engines.DFLASH)},
+            },
+            router={"policy": "neural", "model": str(engines.POCKET / "router")},
+        ),
+        "speculative_config.router.model: ",
     ),
 }
 

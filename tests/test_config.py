@@ -17,6 +17,7 @@ NATIVE_KEYS = {
     "rejection_sample_method",
 }
 CHAIN = {"type": "chain"}
+TWO = {"method": "whiflash", "drafters": {"eagle3": {"model": "m"}, "dflash": {"model": "m"}}}
 CONFIGS = Path(__file__).parents[1] / "configs"
 
 
@@ -52,6 +53,17 @@ def test_several_drafters_and_the_one_that_drafts():
     config = parsed(method="whiflash", drafters=drafters, router={"policy": "fixed", "drafter": "eagle3"})
     assert [d.kind for d in config.drafters.values()] == ["dflash", "eagle3"]
     assert config.active == "eagle3"
+
+
+def test_routers():
+    config = parsed(**TWO)
+    assert config.router.policy == "entropy" and config.routes
+    # Autoregressive drafters come first in routing order, whatever the order they are written in.
+    turned = TWO | {"drafters": dict(reversed(TWO["drafters"].items()))}
+    assert parsed(**turned).routing_order == ("eagle3", "dflash")
+    three = TWO["drafters"] | {"other": {"type": "eagle3", "model": "m"}}
+    config = parsed(method="whiflash", drafters=three, router={"policy": "entropy", "threshold": [2, 1]})
+    assert config.routing_order == ("eagle3", "other", "dflash") and config.router.threshold == (2, 1)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +130,19 @@ def test_settings_survive_the_way_to_the_workers():
         (
             {"method": "whiflash", "drafters": {"eagle3": {"model": "m"}}, "router": {"drafter": "dflash"}},
             "router.drafter is 'dflash', which is none of drafters",
+        ),
+        (TWO | {"router": {"policy": "entropi"}}, "router.policy: input should be 'fixed', 'entropy'"),
+        (TWO | {"router": {"policy": "neural"}}, "router.model is missing: policy 'neural' needs a router trained by"),
+        (TWO | {"router": {"policy": "entropy", "threshold": -1}}, "router.threshold must be nats of 0 or more"),
+        (TWO | {"router": {"policy": "entropy", "threshold": [1, 2]}}, "threshold has 2 numbers; 2 drafters need 1"),
+        (TWO | {"router": {"policy": "neural", "model": "m", "threshold": 999}}, "threshold must be tokens between"),
+        (TWO | {"router": {"policy": "fixed", "threshold": 1}}, "policy 'fixed' takes neither model nor threshold"),
+        (TWO | {"router": {"policy": "entropy", "drafter": "a"}}, "router.drafter belongs to policy 'fixed'"),
+        (TWO | {"router": {"policy": "entropy", "max_backlog": 0}}, "router.max_backlog: input should be greater"),
+        (TWO | {"verification": "rejection", "router": {"policy": "entropy"}}, "needs verification 'match'"),
+        (
+            {"method": "whiflash", "drafters": {"eagle3": {"model": "m"}}, "router": {"policy": "entropy"}},
+            "router.policy 'entropy' chooses between drafters, and there is one",
         ),
         (
             {"method": "dflash", "model": "m", "tree": {"type": "dynamic"}},

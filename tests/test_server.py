@@ -88,3 +88,25 @@ def test_killed_with_requests_in_flight_and_started_again(questions, plain):
                 pass
     with serving(SPECS["dflash"]) as server:
         assert ask(server.client(), questions[0]).choices[0].message.content == plain[0]
+
+
+def test_requests_of_a_batch_go_different_ways(questions, plain):
+    drafters = {"eagle3": {"model": str(engines.EAGLE3)}, "dflash": {"model": str(engines.DFLASH)}}
+    spec = {"method": "whiflash", "drafters": drafters, "router": {"policy": "entropy", "threshold": 0.5}}
+    with serving(spec, "--max-num-seqs", "16", "--max-num-batched-tokens", "1024") as server:
+        client = server.client()
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(lambda q: complete(client, q).choices[0].text, questions * 2))
+        assert answers == plain * 2
+        time.sleep(3)  # whatever was counted is published by now
+
+        def total(name, **labels):
+            return server.metric(f"crossspec:{name}_total", **labels)
+
+        # Every step that gave a request tokens was one decision: one for its prompt and one a verified draft.
+        assert total("router_decisions") == 16 + server.metric("vllm:spec_decode_num_drafts_total")
+        for drafter in drafters:
+            assert total("router_decisions", drafter=drafter) >= total("drafts", drafter=drafter) > 0
+            assert total("router_switches", drafter=drafter) == total("router_backlogs", drafter=drafter) > 0
+            assert total("router_caught_up_tokens", drafter=drafter) >= total("router_missed_tokens", drafter=drafter)
+        assert total("round_seconds", stage="draft") > 0

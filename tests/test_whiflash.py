@@ -16,18 +16,17 @@ MAX_TOKENS = 24
 SEEDED = {"temperature": 1.0, "seed": 11, "max_tokens": MAX_TOKENS}
 
 
-def spec(trees=False, **router):
-    """Both pocket drafters; shorter than usual, so that there are more rounds."""
+def spec(trees=False, third=False, **router):
+    """Both pocket drafters, shorter than usual, so that there are more rounds; and one of them once more."""
     eagle3 = {"tree": {"depth": 4, "top_k": 3, "num_nodes": 10}} if trees else {"num_speculative_tokens": 4}
     dflash = {"num_speculative_tokens": 7} | ({"tree": {"num_nodes": 12}} if trees else {})
-    return {
-        "method": "whiflash",
-        "drafters": {
-            "eagle3": {"model": str(engines.EAGLE3), **eagle3},
-            "dflash": {"model": str(engines.DFLASH), **dflash},
-        },
-        "router": router,
+    drafters = {
+        "dflash": {"model": str(engines.DFLASH), **dflash},
+        "eagle3": {"model": str(engines.EAGLE3), **eagle3},
     }
+    if third:
+        drafters["short"] = {"type": "eagle3", "model": str(engines.EAGLE3), "num_speculative_tokens": 2}
+    return {"method": "whiflash", "drafters": drafters, "router": router}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -60,9 +59,10 @@ def routing(llm):
 def test_mixed_routes_give_plains_text(plain, trees):
     found, figures = {}, {}
     for lazy in (True, False):
-        with engines.engine(
-            spec(trees, policy="entropy", threshold=1.0, lazy=lazy, max_backlog=64), max_num_batched_tokens=256
-        ) as llm:
+        threshold = [1.5, 0.5] if trees else 1.0
+        settings = spec(trees, third=trees, policy="entropy", threshold=threshold, lazy=lazy, max_backlog=64)
+        # With a prefix cache a drafter catches up when the request ends, too, and so saves passes but no tokens.
+        with engines.engine(settings, max_num_batched_tokens=256, enable_prefix_caching=False) as llm:
             found[lazy] = texts(llm)
             figures[lazy] = routing(llm), llm.collective_rpc("crossspec_stats")[0]
     assert found[True] == found[False] == plain
@@ -74,7 +74,7 @@ def test_mixed_routes_give_plains_text(plain, trees):
         assert counts["switches"] == eager["drafters"][name]["switches"] > 0
         assert eager["drafters"][name]["missed_tokens"] == 0 < counts["missed_tokens"]
         assert sum(counts["backlog_histogram"]) == counts["switches"]
-        assert counts["caught_up_tokens"] <= eager["drafters"][name]["caught_up_tokens"]
+        assert counts["caught_up_tokens"] < eager["drafters"][name]["caught_up_tokens"]
         assert counts["catch_ups"] < eager["drafters"][name]["catch_ups"]
     assert lazy["waits"] >= lazy["rounds"]
     decisions = sum(counts["decisions"] for counts in lazy["drafters"].values())
@@ -84,9 +84,7 @@ def test_mixed_routes_give_plains_text(plain, trees):
 
 
 def test_a_fixed_drafter_costs_the_others_nothing():
-    with engines.engine(
-        spec(policy="fixed", drafter="dflash", max_backlog=512), enable_prefix_caching=False
-    ) as llm:
+    with engines.engine(spec(policy="fixed", drafter="dflash", max_backlog=512), enable_prefix_caching=False) as llm:
         engines.generate(llm, engines.prompts(4), max_tokens=12)
         drafters = routing(llm)["drafters"]
         stats = llm.collective_rpc("crossspec_stats")[0]
@@ -102,10 +100,11 @@ def drive(llm, seed, num_requests=14):
     waiting = []
     for number in range(num_requests):
         text = questions[int(rng.integers(8))]
-        if rng.random() < 0.5:  # a shared beginning, longer than a chunk
-            text = engines.chat(document + text)
-        waiting.append((str(number), text, int(rng.integers(6, 28))))
-    running, preempted = set(), 0
+        if rng.random() < 0.8:  # a shared beginning, longer than a chunk, or as much of its own
+            start = 0 if rng.random() < 0.5 else int(rng.integers(900))
+            text = engines.chat(document[start:] + document[:start] + text)
+        waiting.append((str(number), text, int(rng.integers(6, 40))))
+    running = set()
     while waiting or engine.has_unfinished_requests():
         while waiting and rng.random() < 0.4:
             name, text, length = waiting.pop()
@@ -120,7 +119,6 @@ def drive(llm, seed, num_requests=14):
         for output in engine.step():
             if output.finished:
                 running.discard(output.request_id)
-    return preempted
 
 
 @pytest.mark.parametrize(
@@ -155,14 +153,14 @@ def test_the_comparison_sees(broken):
         llm.collective_rpc(functools.partial(shadow.route_at_random, seed=4))
         llm.collective_rpc(shadow.keep_shadows)
         llm.collective_rpc(broken)
-        drive(llm, 4, num_requests=8)
+        drive(llm, 4, num_requests=10)
         _, differences = llm.collective_rpc(shadow.comparison)[0]
         llm.collective_rpc(shadow.unpad)
     assert differences
 
 
 def _engine(settings, is_async=False):
-    small = {"num_gpu_blocks_override": 11, "max_num_seqs": 5, "max_num_batched_tokens": 128}
+    small = {"block_size": 32, "num_gpu_blocks_override": 21, "max_num_seqs": 5, "max_num_batched_tokens": 128}
     if not is_async:
         return engines.engine(settings, **small)
     return _async_engine(settings, small)
