@@ -38,7 +38,7 @@ demo: $(STAMP)
 	$(PY) -m vllm_crossspec.cli.app demo $(ARGS)
 
 test: $(STAMP)
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

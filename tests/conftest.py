@@ -1,6 +1,17 @@
-"""Shared pieces: the environment that engines need, the pocket models, and engines kept for several tests."""
+"""Shared pieces: the environment that engines need, each worker's own cores, and the tiny models of training."""
 
 import os
+from pathlib import Path
+
+import pytest
+
+WORKERS = 2
+"""Processes that `make test` runs tests in: an engine or server each, of up to 3 GiB."""
+LONGEST = (
+    "test_trees", "test_lossless", "test_whiflash", "test_sampling", "test_soak", "test_formats", "test_reference",
+    "test_bfloat16", "test_server", "test_negative_controls", "test_benchmarks",
+)  # fmt: skip
+"""Files that take minutes, the longest first: none of them may be what a worker begins last."""
 
 for _name, _value in {
     "HF_HUB_OFFLINE": "1",
@@ -12,3 +23,71 @@ for _name, _value in {
 
 # The negative controls send functions into the workers to break them.
 os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
+
+
+def _usable_cores() -> list[int]:
+    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+
+
+def _keep_to_own_cores() -> None:
+    """Give this worker, and so all its children, a share of the cores that no other worker has.
+
+    vLLM binds the threads of a CPU engine to cores that it chooses: every engine would be on the same ones.
+    """
+    number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+    count = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    share = _usable_cores()[number % count :: count]
+    if share:
+        os.sched_setaffinity(0, share)
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", ",".join(map(str, share)))
+
+
+# Before anything counts the cores.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    _keep_to_own_cores()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """What `-n auto` means: a few workers with cores of their own, none (plain pytest) on one core or with a GPU."""
+    import torch
+
+    count = min(WORKERS, len(_usable_cores()))
+    return 0 if count < 2 or torch.cuda.is_available() else count
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Workers begin with the files that take longest, and keep the order of each file's tests."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        rank = {name: i for i, name in enumerate(LONGEST)}
+        items.sort(key=lambda item: rank.get(Path(item.path).stem, len(LONGEST)))
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Text of the tests of training."""
+    import tiny_training
+
+    folder = tmp_path_factory.mktemp("text")
+    tiny_training.write_text(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random target of the tests of training."""
+    import tiny_training
+
+    folder = tmp_path_factory.mktemp("target")
+    tiny_training.write_target(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def responses(tmp_path_factory: pytest.TempPathFactory, data: Path, target_folder: Path) -> Path:
+    """That target's answers to that text."""
+    import tiny_training
+
+    folder = tmp_path_factory.mktemp("responses")
+    tiny_training.write_responses(folder, data, target_folder)
+    return folder

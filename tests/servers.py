@@ -69,7 +69,7 @@ class Server(NamedTuple):
     def client(self) -> Any:
         from openai import OpenAI
 
-        return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=300)
+        return OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key="none", max_retries=0, timeout=900)
 
     def kill(self) -> None:
         """End the whole process group at once, as the kernel would for lack of memory."""

@@ -98,9 +98,20 @@ SETTINGS = {"max_num_batched_tokens": 512, "enable_prefix_caching": False}
 
 
 @pytest.fixture(scope="module")
-def plain_answers():
+def plain():
+    """The target alone: its answers to the mixed batch, and its greedy text of 16 tokens for eight prompts."""
     with engines.engine(None, **SETTINGS) as llm:
-        return answers(llm, mixed_requests())
+        return answers(llm, mixed_requests()), engines.generate(llm, engines.prompts(8), max_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def plain_answers(plain):
+    return plain[0]
+
+
+@pytest.fixture(scope="module")
+def plain_greedy(plain):
+    return plain[1]
 
 
 DRAFTERS = {"eagle3-tree": ("eagle3", engines.EAGLE3), "dflash-tree": ("dflash", engines.DFLASH)}
@@ -172,12 +183,10 @@ def test_other_ways_to_the_same_text(llm, whole, plain_answers, how):
     assert accepted == whole[1]
 
 
-def test_more_nodes_than_a_word_has_bits():
+def test_more_nodes_than_a_word_has_bits(plain_greedy):
     spec = engines.tree("eagle3", engines.EAGLE3, num_nodes=200, depth=5, top_k=12)
-    with engines.engine(None, **SETTINGS) as llm:
-        plain = engines.generate(llm, engines.prompts(2), max_tokens=16)
     with engines.engine(spec, **SETTINGS) as llm:
-        assert engines.generate(llm, engines.prompts(2), max_tokens=16) == plain
+        assert engines.generate(llm, engines.prompts(2), max_tokens=16) == plain_greedy[:2]
         stats = llm.collective_rpc("crossspec_stats")[0]["eagle3"]
     assert stats["draft_tokens"] > 100 * stats["drafts"]
     assert stats["accepted_tokens"] > stats["drafts"]
@@ -193,16 +202,14 @@ def test_an_unknown_wish_is_refused(llm):
 # -- load -------------------------------------------------------------------------------------------------------------
 
 
-def test_trees_narrow_and_vanish_as_the_batch_grows(plain_answers):
+def test_trees_narrow_and_vanish_as_the_batch_grows(plain_greedy):
     schedule = {"1": 24, "3": 4, "6": 0}
     spec = engines.tree("dflash", engines.DFLASH, num_nodes=24, by_batch_size=schedule)
-    with engines.engine(None, **SETTINGS) as llm:
-        plain = {n: engines.generate(llm, engines.prompts(n), max_tokens=16) for n in (1, 4, 8)}
     with engines.engine(spec, **SETTINGS) as llm:
         drafted = {}
-        for count, expected in plain.items():
+        for count in (1, 4, 8):
             before = llm.collective_rpc("crossspec_stats")[0]["dflash"]
-            assert engines.generate(llm, engines.prompts(count), max_tokens=16) == expected
+            assert engines.generate(llm, engines.prompts(count), max_tokens=16) == plain_greedy[:count]
             after = llm.collective_rpc("crossspec_stats")[0]["dflash"]
             drafted[count] = (after["draft_tokens"] - before["draft_tokens"]) / count
     # Draft tokens a request, each of 16 tokens: whole trees, the best nodes, none until some of the eight have ended.

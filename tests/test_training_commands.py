@@ -1,0 +1,98 @@
+"""Training's commands, and bad input to them: one sentence that names the option."""
+
+import json
+
+import pytest
+from tiny_training import EAGLE3, LOOP, TRAINERS, VOCAB
+from typer.testing import CliRunner
+
+from vllm_crossspec.cli.train import app as train_app
+from vllm_crossspec.training.data import read_rows
+from vllm_crossspec.training.dflash import DFlashConfig, train_dflash
+from vllm_crossspec.training.eagle3 import Eagle3Config, train_eagle3
+from vllm_crossspec.training.generate import GenerateConfig, generate
+from vllm_crossspec.training.generations import Generation, write_shard
+from vllm_crossspec.training.loop import LoopConfig
+
+
+def _raises(match: str):
+    return pytest.raises(ValueError, match=match)
+
+
+@pytest.mark.parametrize("train, config", TRAINERS.values(), ids=TRAINERS)
+def test_bad_folders_are_one_sentence(tmp_path, train, config, responses, target_folder):
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with _raises("has no config.json"):
+        train(responses, empty, tmp_path / "out", config, LOOP)
+    (empty / "config.json").write_text((target_folder / "config.json").read_text())
+    with _raises("has no weights"):
+        train(responses, empty, tmp_path / "out", config, LOOP)
+    with _raises("crossspec train generate"):
+        train(empty, target_folder, tmp_path / "out", config, LOOP)
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    write_shard(foreign / "train-00000.jsonl.gz", [Generation([1], [VOCAB, 2], "chat", True)])
+    with _raises(f"token {VOCAB}, but --target has {VOCAB} tokens"):
+        train(foreign, target_folder, tmp_path / "out", config, LOOP)
+    write_shard(foreign / "train-00000.jsonl.gz", [Generation([1], [5, 2], "chat", True)])
+    with _raises("holds 1 rows; one step needs 4"):
+        train(foreign, target_folder, tmp_path / "out", config, LOOP)
+    shard = foreign / "train-00000.jsonl.gz"
+    shard.write_bytes(shard.read_bytes()[:-12])
+    with _raises("is damaged"):
+        train(foreign, target_folder, tmp_path / "out", config, LOOP)
+
+
+def test_bad_sizes_are_one_sentence(tmp_path, responses, target_folder):
+    with _raises(r"--draft-vocab 999 must lie within 1\.\.288"):
+        train_eagle3(responses, target_folder, tmp_path, Eagle3Config(draft_vocab_size=999), LOOP)
+    with _raises("--target-layers 9"):
+        train_dflash(responses, target_folder, tmp_path, DFlashConfig(num_target_layers=9), LOOP)
+
+
+def test_other_settings_do_not_resume(tmp_path, responses, target_folder):
+    train_eagle3(responses, target_folder, tmp_path, EAGLE3, LoopConfig(steps=1))
+    with _raises("other steps"):
+        train_eagle3(responses, target_folder, tmp_path, EAGLE3, LoopConfig(steps=2))
+
+
+def test_text_without_rows_is_one_sentence(tmp_path, target_folder):
+    with _raises("no file matches"):
+        generate(tmp_path, target_folder, tmp_path / "out", GenerateConfig())
+    (tmp_path / "train-a.jsonl").write_text("not json\n")
+    with _raises("train-a.jsonl:1"):
+        read_rows(tmp_path)
+
+
+def _command(*words) -> Exception | None:
+    result = CliRunner().invoke(train_app, [str(word) for word in words])
+    return result.exception
+
+
+def test_commands_refuse_before_they_work(tmp_path, data, responses, target_folder):
+    nowhere = tmp_path / "nowhere"
+    for kind in TRAINERS:
+        error = _command(kind, "--data", nowhere, "--target", target_folder, "--out", tmp_path / "out")
+        assert "--data" in str(error) and "crossspec train generate" in str(error)
+        error = _command(kind, "--data", responses, "--target", tmp_path, "--out", tmp_path / "out")
+        assert isinstance(error, ValueError) and "config.json" in str(error)
+    error = _command("generate", "--data", data, "--target", target_folder, "--out", data)
+    assert isinstance(error, ValueError) and "folder of their own" in str(error)
+    error = _command("target", "--data", nowhere, "--out", tmp_path / "out")
+    assert isinstance(error, ValueError) and "--data" in str(error)
+
+
+@pytest.mark.parametrize("kind", ["", "target", "generate", "eagle3", "dflash"])
+def test_help_teaches(kind):
+    result = CliRunner().invoke(train_app, [*([kind] if kind else []), "--help"])
+    assert result.exit_code == 0 and "--out" in result.output
+
+
+def test_commands_train_resume_and_restart(tmp_path, responses, target_folder):
+    words = ["--data", responses, "--target", target_folder, "--out", tmp_path, "--threads", 1, "--float32"]
+    words += ["--rows-per-step", 4, "--anchors", 2, "--steps", 2]
+    assert _command("dflash", *words, "--block-size", 3) is None
+    assert "block_size" in str(_command("dflash", *words, "--block-size", 4))
+    assert _command("dflash", *words, "--block-size", 4, "--restart") is None
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["block_size"] == 4

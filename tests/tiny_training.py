@@ -1,0 +1,96 @@
+"""A tiny random target, text for it and the drafters' settings: what the tests of training share."""
+
+import json
+import random
+from pathlib import Path
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from vllm_crossspec.training.data import IM_END
+from vllm_crossspec.training.dflash import DFlashConfig, train_dflash
+from vllm_crossspec.training.eagle3 import Eagle3Config, train_eagle3
+from vllm_crossspec.training.generate import GenerateConfig, generate
+from vllm_crossspec.training.generations import Generation
+from vllm_crossspec.training.loop import LoopConfig
+from vllm_crossspec.training.states import FrozenTarget, load_target
+from vllm_crossspec.training.tokenizer import train_tokenizer
+
+VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, DEPTH = 288, 32, 2, 1, 16, 8
+EAGLE3 = Eagle3Config(
+    intermediate_size=48, draft_vocab_size=96, num_steps=4, rows_per_step=4, anchors_per_row=8, bfloat16=False
+)
+DFLASH = DFlashConfig(
+    intermediate_size=48,
+    block_size=5,
+    num_target_layers=3,
+    rows_per_step=4,
+    anchors_per_row=8,
+    bfloat16=False,
+)
+LOOP = LoopConfig(steps=24, lr=1e-2, warmup=4, save_every=6, eval_every=12)
+TRAINERS = {"eagle3": (train_eagle3, EAGLE3), "dflash": (train_dflash, DFLASH)}
+
+
+def texts() -> list[dict[str, str]]:
+    """Forty rows of question and answer, with few words."""
+    rng = random.Random(0)
+    things, verbs = ["river", "stone", "lamp", "garden", "engine"], ["holds", "moves", "follows", "lights"]
+    rows = []
+    for number in range(40):
+        a, verb, b = rng.choice(things), rng.choice(verbs), rng.choice(things)
+        rows.append(
+            {
+                "category": ["chat", "math"][number % 2],
+                "source": "test",
+                "prompt": f"What does the {a} do?",
+                "response": f"The {a} {verb} the {b}, and the {b} {verb} the {a}.",
+            }
+        )
+    return rows
+
+
+def write_text(folder: Path) -> None:
+    """Two files of rows, to train on and to measure with."""
+    lines = [json.dumps(row) + "\n" for row in texts()]
+    (folder / "train-a.jsonl").write_text("".join(lines[:32]))
+    (folder / "dev-a.jsonl").write_text("".join(lines[32:]))
+
+
+def write_target(folder: Path) -> None:
+    """A random Qwen3 target with a tokenizer for the text."""
+    tokenizer = train_tokenizer([r["prompt"] + r["response"] for r in texts()] * 4, VOCAB, seed=0)
+    assert len(tokenizer) == VOCAB
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=DEPTH,
+        num_attention_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        eos_token_id=tokenizer.convert_tokens_to_ids(IM_END),
+        initializer_range=0.2,  # a random target that is sure of itself: near-ties would make exact tests flaky
+    )
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def write_responses(folder: Path, data: Path, target_folder: Path) -> None:
+    """The target's own answers to the text's prompts."""
+    generate(data, target_folder, folder, GenerateConfig(max_new_tokens=24, shard_rows=20))
+
+
+def random_rows(count: int, seed: int = 0) -> list[Generation]:
+    """Generations of random tokens."""
+    rng = random.Random(seed)
+    make = lambda low, high: [rng.randrange(VOCAB) for _ in range(rng.randint(low, high))]  # noqa: E731
+    return [Generation(make(1, 9), make(2, 14), "chat", True) for _ in range(count)]
+
+
+def frozen_target(folder: Path, taps) -> FrozenTarget:
+    """The target in float32 as training runs it, with the states of these layers."""
+    return FrozenTarget(load_target(folder, torch.float32)[0], taps, bfloat16=False)
