@@ -74,13 +74,13 @@ class Probe:
         self._around(runner, "sample_tokens", "sample", "between")
         if runner.speculator is not None:
             self._around(runner.speculator, "propose", "draft", "sample")
-        replay = CudaGraphManager.run_fullgraph
+        replay = torch.cuda.CUDAGraph.replay
 
-        def run_fullgraph(manager: Any, desc: Any) -> Any:
+        def count_and_replay(graph: Any) -> None:
             self._count("graph_replays")
-            return replay(manager, desc)
+            replay(graph)
 
-        CudaGraphManager.run_fullgraph = run_fullgraph  # type: ignore[method-assign]
+        torch.cuda.CUDAGraph.replay = count_and_replay  # type: ignore[method-assign]
 
     def _around(self, owner: Any, name: str, before: str, after: str | None, opens: bool = False) -> None:
         inner = getattr(owner, name)
@@ -188,6 +188,9 @@ class Probe:
         for owner in (torch.cuda.Event, torch.cuda.Stream):
             self._count_calls(owner, "synchronize")
         self._count_calls(torch.cuda, "synchronize")
+        verdict = getattr(self.runner.speculator, "verdict", None)
+        if verdict is not None:  # a routed round waits once, for its routes
+            self._count_calls(verdict, "wait")
 
     def _count_calls(self, owner: Any, name: str) -> None:
         inner = getattr(owner, name)
@@ -283,6 +286,8 @@ def describe(worker: Any) -> dict[str, Any]:
         for name, manager in vars(thing).items()
         if isinstance(manager, CudaGraphManager)
     }
+    catch_ups = getattr(runner.speculator, "context_graphs", {})
+    graphs |= {f"draft {name} catch-up": len(captured) for name, captured in catch_ups.items()}
     one = torch.ones(1, device=runner.device)
     return {
         "device": torch.cuda.get_device_name(runner.device) if on_gpu else "cpu",

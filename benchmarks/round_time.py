@@ -24,22 +24,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from shapes import SHAPES, write_models
+from methods import METHODS, TREE_DEPTH, TREES, model_folders, query_lengths, speculative_config
+from shapes import SHAPES
 
-METHODS = (
-    "none",
-    "native-eagle3",
-    "native-dflash",
-    "eagle3",
-    "dflash",
-    "eagle3-tree",
-    "dflash-tree",
-    "whiflash-eagle3",
-    "whiflash-dflash",
-)
-# EAGLE-3's own sizes: levels of a tree, and children of a node and nodes of a level that get some.
-TREE_DEPTH, TREE_TOP_K = 8, 10
-TREES = ("eagle3-tree", "dflash-tree")
 GRAPHS = {
     "default": {},
     "full": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
@@ -59,15 +46,21 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="8b", help="sizes of the target and its drafters")
     add("--methods", type=_methods, help="comma-separated, of: " + ", ".join(METHODS))
-    add("--batch-sizes", type=_numbers, default=[1, 8, 32], help="requests that decode together, comma-separated")
+    add("--batch-sizes", type=numbers, default=[1, 8, 32], help="requests that decode together, comma-separated")
     add("--context", type=int, default=512, help="prompt tokens of each request")
     add("--tokens", type=int, default=7, help="draft tokens a round (K); positions of a block for dflash-tree")
     add("--nodes", type=int, default=60, help="draft tokens a round of the tree methods")
     add("--rounds", type=int, default=64, help="decode rounds to measure, for each batch size")
+    add("--threshold", type=float, help="of the routed methods' router (default: as measured at start-up)")
     add("--temperature", type=float, default=0.0, help="of the target's sampling")
     add("--acceptance", type=float, help="accept by chance, this many tokens a round on average (chains only)")
     add("--graphs", choices=GRAPHS, default="default", help="default: vLLM's; full: no torch.compile; off: no graphs")
     add("--layers", type=int, help="target layers, if not the shape's own (to see that everything runs)")
+    add(
+        "--checkpoints",
+        type=Path,
+        help="folder of real models (target, eagle3, dflash) in place of the shape's dummies",
+    )
     add("--gpu-memory", type=float, default=0.6, help="share of the device memory that vLLM may take")
     add("--profile", action="store_true", help="also count the calls of the CUDA runtime by PyTorch's profiler")
     add("--own-process", action="store_true", help="engine in a process of its own, as `vllm serve` runs it")
@@ -84,7 +77,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def _numbers(text: str) -> list[int]:
+def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
@@ -95,38 +88,12 @@ def _methods(text: str) -> list[str]:
     return names
 
 
-def speculative_config(method: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any] | None:
-    """What a user would pass as ``--speculative-config`` for this method; None for plain decoding."""
-    if method == "none":
-        return None
-    meta, _, name = method.rpartition("-")
-    extra: dict[str, Any] = {}
-    ours: dict[str, Any] = {}
-    if options.acceptance is not None:
-        extra = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": options.acceptance}
-        ours = {"verification": "rejection"}
-    length = {"num_speculative_tokens": options.tokens}
-    if meta == "whiflash":
-        drafters = {kind: {"model": models[kind], **extra} for kind in ("eagle3", "dflash")}
-        router = {"policy": "fixed", "drafter": name}
-        return {"method": meta, **length, "drafters": drafters, "router": router, **ours}
-    # Whole trees at every batch size: what they cost is what is asked here.
-    whole = {"num_nodes": options.nodes, "by_batch_size": {"1": options.nodes}}
-    if method == "eagle3-tree":
-        tree = {"type": "dynamic", "depth": TREE_DEPTH, "top_k": TREE_TOP_K, **whole}
-        return {"method": meta, "model": models[meta], "tree": tree}
-    if method == "dflash-tree":
-        return {"method": meta, "model": models[meta], **length, "tree": {"type": "best_first", **whole}}
-    config = {"method": name, "model": models[name], **length, **extra}
-    return config if meta == "native" else config | {"tree": {"type": "chain"}, **ours}
-
-
 # -- one method, in a process of its own ---------------------------------------------------------------------------
 
 
 def engine_settings(method: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
     """Arguments of ``vllm.LLM``."""
-    widths = _query_lengths(method, options)
+    widths = query_lengths(method, options)
     per_round = max(widths)
     num_tokens = _num_tokens(options)
     largest = max(options.batch_sizes)
@@ -135,7 +102,7 @@ def engine_settings(method: str, models: dict[str, str], options: argparse.Names
         compilation["cudagraph_capture_sizes"] = sorted({n * q for n in options.batch_sizes for q in widths})
     return {
         "model": models["target"],
-        "load_format": "dummy",
+        "load_format": "auto" if options.checkpoints else "dummy",
         "skip_tokenizer_init": True,
         "max_model_len": options.context + num_tokens + 2 * per_round,
         "max_num_seqs": largest,
@@ -147,15 +114,6 @@ def engine_settings(method: str, models: dict[str, str], options: argparse.Names
         "compilation_config": compilation,
         "speculative_config": speculative_config(method, models, options),
     }
-
-
-def _query_lengths(method: str, options: argparse.Namespace) -> set[int]:
-    """Tokens that a request has in the passes of a round: the target's, the drafter's first, the drafter's others."""
-    # One token is what plain decoding and an autoregressive drafter's later passes take.
-    lengths = {1, options.tokens + 1}
-    if method in TREES:
-        lengths |= {options.nodes + 1, TREE_TOP_K}
-    return lengths
 
 
 def _num_tokens(options: argparse.Namespace) -> int:
@@ -184,7 +142,7 @@ def run_child(options: argparse.Namespace) -> None:
         "seconds_to_start": round(seconds, 1),
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
-        "kernels_interpreted": _kernels_interpreted(),
+        "kernels_interpreted": kernels_interpreted(),
         "num_gpu_blocks": config.cache_config.num_gpu_blocks,
     }
     rows = []
@@ -210,7 +168,7 @@ def generate(llm: Any, batch_size: int, num_rounds: int, options: argparse.Names
     from vllm.sampling_params import RequestOutputKind
 
     draw = random.Random(batch_size)
-    vocab_size = SHAPES[options.shape].vocab_size
+    vocab_size = llm.llm_engine.model_config.get_vocab_size()
     params = SamplingParams(
         temperature=options.temperature,
         max_tokens=_num_tokens(options),
@@ -282,7 +240,7 @@ def _means(counts: list[dict[str, int]]) -> dict[str, dict[str, float]]:
     return means
 
 
-def _kernels_interpreted() -> bool:
+def kernels_interpreted() -> bool:
     import triton
 
     return bool(triton.knobs.runtime.interpret)
@@ -331,7 +289,6 @@ def meta(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> dic
     kind = None
     if engines:
         kind = "cpu" if engines[0]["device"] == "cpu" else "simulated GPU" if engines[0]["simulated"] else "gpu"
-    shape = SHAPES[options.shape]
     return {
         "benchmark": "round_time",
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -342,16 +299,27 @@ def meta(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> dic
         "kernels_interpreted": any(e["kernels_interpreted"] for e in engines),
         "times_mean_something": kind == "gpu",
         "note": NOT_MEANINGFUL.get(kind or ""),
-        "weights": "dummy (random): times are those of the shapes, acceptance is not a drafter's",
-        "acceptance": "as random weights give it (about none)"
-        if options.acceptance is None
-        else f"synthetic: vLLM accepts by chance, {options.acceptance} tokens a round on average",
-        "shape": {"name": options.shape, **shape._asdict(), "num_layers": options.layers or shape.num_layers},
+        **_weights(options),
         "num_speculative_tokens": options.tokens,
         "num_nodes": options.nodes,
         "graphs": options.graphs,
         "engine_in_own_process": options.own_process,
     }
+
+
+def _weights(options: argparse.Namespace) -> dict[str, Any]:
+    """Of ``meta``: whose weights ran, and what that says about acceptance."""
+    shape = SHAPES[options.shape]
+    found: dict[str, Any] = {
+        "weights": "dummy (random): times are those of the shapes, acceptance is not a drafter's",
+        "acceptance": "as random weights give it (about none)",
+        "shape": {"name": options.shape, **shape._asdict(), "num_layers": options.layers or shape.num_layers},
+    }
+    if options.checkpoints:
+        found = {"weights": str(options.checkpoints), "acceptance": "of random prompts", "shape": None}
+    if options.acceptance is not None:
+        found["acceptance"] = f"synthetic: vLLM accepts by chance, {options.acceptance} tokens a round on average"
+    return found
 
 
 def _versions(*names: str) -> dict[str, str | None]:
@@ -382,9 +350,7 @@ def main() -> int:
     # A child must not outlive this process: subprocess.run ends it where an exception passes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     folder = options.folder or Path(tempfile.mkdtemp(prefix="round-time-"))
-    shape = SHAPES[options.shape]
-    shape = shape._replace(num_layers=options.layers or shape.num_layers)
-    models = {name: str(path) for name, path in write_models(folder / "models", shape).items()}
+    models = model_folders(options, folder)
     print(f"configs and logs: {folder}", file=sys.stderr)
     results = {}
     for method in options.methods:

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
+from vllm_crossspec.router.checkpoint import RouterCheckpoint, RouterFacts, save_router
+
 
 class Shape(NamedTuple):
     """Sizes of one Qwen3 target and of the drafters that go with it.
@@ -68,7 +70,7 @@ NUM_DFLASH_TAPS = 5
 
 
 def write_models(folder: Path, shape: Shape) -> dict[str, Path]:
-    """Write the folders ``target``, ``eagle3`` and ``dflash`` below ``folder``.
+    """Write the folders ``target``, ``eagle3``, ``dflash`` and ``router`` below ``folder``.
 
     Returns:
         The path of each, by that name.
@@ -79,7 +81,17 @@ def write_models(folder: Path, shape: Shape) -> dict[str, Path]:
         (folder / name / "config.json").write_text(json.dumps(config, indent=1))
         # Our check of a drafter's folder asks for a weight file; nobody reads a tensor from this one.
         save_file({"unused": torch.zeros(1)}, folder / name / "model.safetensors", metadata={"format": "pt"})
-    return {name: folder / name for name in configs}
+    save_router(folder / "router", random_router(shape.hidden_size))
+    return {name: folder / name for name in (*configs, "router")}
+
+
+def random_router(hidden_size: int) -> RouterCheckpoint:
+    """A router of the shape of a trained one, which takes either drafter about as often."""
+    facts = RouterFacts(hidden_size, ("eagle3", "dflash"), "dummy", mean_lengths=(4.0, 4.0))
+    draw = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(size, generator=draw) * size[-1] ** -0.5 for name, size in facts.shapes.items()}
+    biases = {name: torch.zeros(size) for name, size in facts.shapes.items() if name.endswith("bias")}
+    return RouterCheckpoint(facts, *(weights | biases).values())
 
 
 def target_config(shape: Shape) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
-from round_time import NOT_MEANINGFUL, _commit, _numbers, _versions
+from round_time import NOT_MEANINGFUL, _commit, _versions, numbers
 from shapes import SHAPES
 from tree_cases import DEPTH, Case, build_cases, commit_cases, make_step, noise_cases, verify_cases
 
@@ -35,8 +35,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="8b", help="sizes of the target and its drafters")
     add("--only", type=_groups, default=list(GROUPS), help="comma-separated, of: " + ", ".join(GROUPS))
-    add("--batch-sizes", type=_numbers, default=[1, 8, 32], help="requests, comma-separated")
-    add("--contexts", type=_numbers, default=[2048, 16384], help="tokens before the tree, for the attention")
+    add("--batch-sizes", type=numbers, default=[1, 8, 32], help="requests, comma-separated")
+    add("--contexts", type=numbers, default=[2048, 16384], help="tokens before the tree, for the attention")
     add("--nodes", type=int, default=60, help="draft tokens of a tree")
     add("--path", type=int, default=6, help="draft tokens that are accepted, all of them to be moved")
     add("--runs", type=int, default=50, help="timed runs of each case")

@@ -10,17 +10,21 @@ from pathlib import Path
 
 import pytest
 
+import vllm_crossspec
 from vllm_crossspec.config import is_ours, parse
 from vllm_crossspec.drafters.checkpoint import check_drafter
+from vllm_crossspec.router.checkpoint import check_router
 from vllm_crossspec.types import TargetFacts
 
 FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
 SCRIPT = FOLDER / "round_time.py"
 sys.path.insert(0, str(FOLDER))
 round_time, shapes = import_module("round_time"), import_module("shapes")
+methods, switch_cost = import_module("methods"), import_module("switch_cost")
 tree_kernels, tree_cases = import_module("tree_kernels"), import_module("tree_cases")
 
-MODELS = {name: f"/models/{name}" for name in ("target", "eagle3", "dflash")}
+MODELS = {name: f"/models/{name}" for name in ("target", "eagle3", "dflash", "router")}
+POCKET = Path(vllm_crossspec.__file__).parent / "pocket"
 SPREAD = {"median", "p90"}
 
 
@@ -53,6 +57,7 @@ def test_configs_are_drafters_of_their_target(name, tmp_path):
     assert eagle3.draft_vocab_size == shape.draft_vocab_size
     assert dflash.max_draft_tokens == shape.dflash_block - 1
     assert len(set(dflash.target_layers)) == shapes.NUM_DFLASH_TAPS
+    check_router(models["router"], hidden_size=shape.hidden_size, drafters=("eagle3", "dflash"), key="router.model")
 
 
 def test_taps_of_8b_are_those_of_the_public_checkpoint():
@@ -97,6 +102,46 @@ def test_tree_methods(method, depth, capsys):
     with pytest.raises(SystemExit):
         options("--methods", method, "--acceptance", "3")
     assert "verifies chains only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", methods.ROUTED)
+def test_routed_methods(method, capsys):
+    chosen = options("--tokens", "5", "--nodes", "40", "--threshold", "1.5", "--batch-sizes", "1,4")
+    settings = parse(round_time.speculative_config(method, MODELS, chosen), {"model", "method"})
+    assert settings.routes and settings.routing_order == ("eagle3", "dflash")
+    assert {name: drafter.tree.num_nodes for name, drafter in settings.drafters.items()} == {"eagle3": 40, "dflash": 40}
+    assert settings.drafters["dflash"].num_speculative_tokens == 5
+    router = settings.router
+    assert (router.policy, router.threshold) == (method.removeprefix("whiflash-"), 1.5)
+    assert router.model == (MODELS["router"] if router.policy == "neural" else None)
+    engine = round_time.engine_settings(method, MODELS, chosen)
+    # The passes of a mixed batch: verification, one row a request, levels, blocks.
+    assert {1, 4, 41, 164, 10, 40, 6, 24} <= set(engine["compilation_config"]["cudagraph_capture_sizes"])
+    with pytest.raises(SystemExit):
+        options("--methods", method, "--acceptance", "3")
+    assert "verifies chains only" in capsys.readouterr().err
+
+
+def test_checkpoints_take_the_dummies_place(tmp_path):
+    chosen = options("--checkpoints", str(POCKET), "--methods", "whiflash-neural")
+    models = methods.model_folders(chosen, tmp_path)
+    assert {name: models[name] for name in ("target", "eagle3", "dflash")} == {
+        name: str(POCKET / name) for name in ("target", "eagle3", "dflash")
+    }
+    hidden_size = json.loads((POCKET / "target" / "config.json").read_text())["hidden_size"]
+    check_router(models["router"], hidden_size=hidden_size, drafters=("eagle3", "dflash"), key="router.model")
+    assert round_time.engine_settings("whiflash-neural", models, chosen)["load_format"] == "auto"
+    assert round_time.engine_settings("whiflash-neural", models, options())["load_format"] == "dummy"
+
+
+def test_costs_of_a_switch_are_shares_of_the_round():
+    row = switch_cost.describe(8.0, 2.0, {1: 0.1, 90: 0.5}, {"neural": 0.03})
+    assert (row["round_ms"], row["draft_ms"]) == (10.0, 2.0)
+    assert row["switch"] == {
+        "1": {"ms": 0.1, "percent_of_round": 1.0},
+        "90": {"ms": 0.5, "percent_of_round": 5.0},
+    }
+    assert row["router"]["neural"] == {"ms": 0.03, "percent_of_round": 0.3}
 
 
 def test_kernel_benchmark_refuses_a_machine_without_a_gpu():
@@ -207,3 +252,41 @@ def test_pocket_shape_runs(tmp_path):
         assert row["host_ms"]["round"]["median"] > 0
         assert row["tokens_per_round"] >= 1
         assert (row["host_ms"]["draft"]["median"] > 0) is (row["method"] != "none")
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_routed_rounds_run(tmp_path):
+    arguments = ["--checkpoints", str(POCKET), "--methods", ",".join(methods.ROUTED), "--batch-sizes", "2"]
+    arguments += ["--context", "20", "--tokens", "4", "--nodes", "8", "--rounds", "2", "--threshold", "0"]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments, "--folder", str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert [row["method"] for row in found["rows"]] == list(methods.ROUTED)
+    assert found["meta"]["weights"] == str(POCKET)
+    assert all(row["host_ms"]["draft"]["median"] > 0 and row["tokens_per_round"] >= 1 for row in found["rows"])
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_costs_of_a_switch_are_measured(tmp_path):
+    arguments = ["--checkpoints", str(POCKET), "--batch-sizes", "2", "--contexts", "30,60", "--backlogs", "1,90"]
+    arguments += ["--tokens", "4", "--nodes", "8", "--repeats", "2", "--json", str(tmp_path / "out.json")]
+    command = [sys.executable, str(FOLDER / "switch_cost.py"), *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr + done.stdout
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found == json.loads((tmp_path / "out.json").read_text())
+    assert (found["meta"]["benchmark"], found["meta"]["times_mean_something"]) == ("switch_cost", False)
+    assert [(row["context"], row["drafter"]) for row in found["rows"]] == [
+        (context, drafter) for context in (30, 60) for drafter in ("eagle3", "dflash")
+    ]
+    for row in found["rows"]:
+        assert row["round_ms"] > row["draft_ms"] > 0
+        assert set(row["switch"]) == {"1", "90"} and set(row["router"]) == set(switch_cost.POLICIES)
+        assert all(cost["ms"] > 0 for cost in (*row["switch"].values(), *row["router"].values()))

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from hopper import compile_in_subprocess
 
 from vllm_crossspec.catchup.backlog import Backlog, StepRows, ranges
 from vllm_crossspec.catchup.kernels import locate, settle
@@ -117,7 +118,7 @@ def test_locate(num_tokens):
     generator = torch.Generator().manual_seed(num_tokens)
     block_table = torch.randint(0, 9, (5, 12), dtype=torch.int32, generator=generator)
     token_ids = torch.randint(0, 4096, (5, 180), dtype=torch.int32, generator=generator)
-    slots = torch.randint(0, 5, (num_tokens,), generator=generator)
+    slots = torch.randint(-1, 5, (num_tokens,), generator=generator)
     positions = torch.randint(0, 180, (num_tokens,), generator=generator)
     kv_slots, following = torch.full((2, num_tokens), POISON, dtype=torch.int64)
     locate(
@@ -132,7 +133,8 @@ def test_locate(num_tokens):
     )
     wanted = locate_naive(slots, positions, block_table, 16, token_ids, -1)
     assert torch.equal(kv_slots, wanted[0]) and torch.equal(following, wanted[1])
-    assert num_tokens < 3 or (kv_slots == -1).any()
+    if num_tokens > 3:
+        assert (kv_slots[slots >= 0] == -1).any() and (kv_slots[slots < 0] == -1).all() and (slots < 0).any()
 
 
 def test_settle():
@@ -153,3 +155,26 @@ def test_settle():
     wanted = settle_naive(idx_mapping, starts, rejected, num_computed)
     assert torch.equal(last_rows, wanted[0]) and torch.equal(computed, wanted[1])
     assert last_rows.tolist() == [2, 8, 8] and computed.tolist() == [42, 40, 0]
+
+
+COMPILE_FOR_HOPPER = """
+import hopper
+compiled = hopper.compile_only()
+import torch
+from vllm_crossspec.catchup.kernels import locate, settle
+
+table, token_ids = torch.zeros(8, 64, dtype=torch.int32), torch.zeros(8, 4096, dtype=torch.int32)
+last_rows, computed = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
+for num_tokens in (1, 2, 16, 31, 300, 1024):
+    tokens, out = torch.zeros(2, 3, num_tokens, dtype=torch.int64)
+    where = {"slots": tokens[0], "positions": tokens[1], "kv_slots": out[0], "next_tokens": out[1]}
+    locate(**where, block_table=table, block_size=16, all_token_ids=token_ids, pad=-1)
+for num_reqs in (1, 2, 16, 33):
+    rows = {"query_start_loc": computed, "num_rejected": computed, "num_computed": computed}
+    settle(idx_mapping=computed[:num_reqs], **rows, last_rows=last_rows, computed=computed)
+assert {name: len(codes) for name, codes in compiled.items()} == {"_locate_kernel": 1, "_settle_kernel": 1}, compiled
+"""
+
+
+def test_kernels_compile_for_hopper_once(tmp_path):
+    compile_in_subprocess(COMPILE_FOR_HOPPER, tmp_path)

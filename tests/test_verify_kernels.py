@@ -84,6 +84,22 @@ def walk_step(implementation, step, num_live, sampled, node_tokens, max_depth, w
     return outputs
 
 
+@pytest.mark.parametrize("num_reqs", [1, 3, 64])
+def test_last_rows_equal_naive(num_reqs):
+    generator = torch.Generator().manual_seed(num_reqs)
+    num_logits = torch.randint(0, 62, (num_reqs + 1,), generator=generator, dtype=torch.int32)
+    num_logits[0] = 0
+    found, expected = poisoned(2, num_reqs + 2, dtype=torch.int64)
+    for implementation, out in ((walk, found), (naive, expected)):
+        implementation.last_rows(
+            cu_num_logits=num_logits.cumsum(0).to(device=DEVICE, dtype=torch.int32),
+            num_sampled=torch.arange(num_reqs + 1, dtype=torch.int32, device=DEVICE) % 10,
+            path=torch.arange(10 * num_reqs + 10, dtype=torch.int32, device=DEVICE).view(-1, 10) % 61,
+            rows=out,
+        )
+    assert torch.equal(found, expected) and (found[:num_reqs] >= 0).all() and (found[num_reqs:] == POISON).all()
+
+
 @pytest.mark.parametrize(("num_nodes", "max_depth"), SHAPES)
 @pytest.mark.parametrize("token_dtype", [torch.int32, torch.int64])
 def test_walk_equals_naive(num_nodes, max_depth, token_dtype):
@@ -239,12 +255,16 @@ for num_nodes, depth in [(7, 3), (60, 8), (255, 12)]:
     step = cases.make_step(0, num_nodes, depth)
     cases.prepare(cases.rows, step, depth)
     num_live, tokens = step.sizes, torch.zeros(int(step.cu_num_logits[-1]), dtype=torch.int64)
-    cases.walk_step(cases.walk, step, num_live, tokens, tokens, depth, depth + 1)
+    walked = cases.walk_step(cases.walk, step, num_live, tokens, tokens, depth, depth + 1)
+    walk = {name: walked[name] for name in ("num_sampled", "path")}
+    cases.walk.last_rows(cu_num_logits=step.cu_num_logits, **walk, rows=tokens)
     arguments = cases.make_penalties(0, step, num_live, 4096)
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.zeros(tokens.shape[0], 4096, dtype=dtype)
         cases.tree_penalties(logits=logits, **arguments, max_depth=depth)
-assert set(compiled) == {"_prepare_rows_kernel", "_walk_tree_kernel", "_tree_penalties_kernel"}, set(compiled)
+assert set(compiled) == {
+    "_prepare_rows_kernel", "_walk_tree_kernel", "_last_rows_kernel", "_tree_penalties_kernel"
+}, set(compiled)
 """
 
 

@@ -12,6 +12,9 @@ import torch
 
 Array = npt.NDArray[np.int64]
 
+NO_SLOT = -1
+"""The request slot of a token that only pads."""
+
 
 class Tokens(NamedTuple):
     """Some tokens of some requests, one entry a token.

@@ -5,9 +5,10 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# One variant for every number of tokens: none of them may have to be compiled while requests wait.
+@triton.jit(do_not_specialize=["slots_ptr", "positions_ptr", "kv_slots_ptr", "next_tokens_ptr", "num_tokens"])
 def _locate_kernel(
-    slots_ptr,  # int64 [n] request slot
+    slots_ptr,  # int64 [n] request slot, negative: padding
     positions_ptr,  # int64 [n]
     block_table_ptr,  # int32 [S, max_blocks]
     block_table_stride,
@@ -22,16 +23,17 @@ def _locate_kernel(
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    live = token < num_tokens
-    slot = tl.load(slots_ptr + token, mask=live, other=0)
+    inside = token < num_tokens
+    slot = tl.load(slots_ptr + token, mask=inside, other=-1)
+    live = slot >= 0
     position = tl.load(positions_ptr + token, mask=live, other=0)
     block = tl.load(block_table_ptr + slot * block_table_stride + position // block_size, mask=live, other=0)
     kv_slot = block.to(tl.int64) * block_size + position % block_size
     # Block 0 belongs to nobody: what a sliding window has dropped.
-    tl.store(kv_slots_ptr + token, tl.where(block == 0, PAD, kv_slot), mask=live)
+    tl.store(kv_slots_ptr + token, tl.where(block == 0, PAD, kv_slot), mask=inside)
     following = tl.minimum(position + 1, last_position)
     next_token = tl.load(all_token_ids_ptr + slot * all_token_ids_stride + following, mask=live, other=0)
-    tl.store(next_tokens_ptr + token, next_token.to(tl.int64), mask=live)
+    tl.store(next_tokens_ptr + token, next_token.to(tl.int64), mask=inside)
 
 
 def locate(
@@ -48,7 +50,7 @@ def locate(
     """Find the cache slot of each token and the token after it.
 
     Args:
-        slots: int64 [n] request slot of each token.
+        slots: int64 [n] request slot of each token; negative for padding, which gets ``pad`` and token 0.
         positions: int64 [n].
         block_table: int32 [S, max_blocks] of every slot; 0 is no block.
         block_size: tokens a block.

@@ -12,10 +12,11 @@ def locate_naive(
     pad: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``kernels.locate``: the cache slots and the next tokens, int64 [n] each."""
-    blocks = block_table[slots, positions // block_size].long()
+    live, rows = slots >= 0, slots.clamp(min=0)
+    blocks = torch.where(live, block_table[rows, positions // block_size].long(), 0)
     kv_slots = torch.where(blocks == 0, pad, blocks * block_size + positions % block_size)
     following = (positions + 1).clamp(max=all_token_ids.shape[1] - 1)
-    return kv_slots, all_token_ids[slots, following].long()
+    return kv_slots, torch.where(live, all_token_ids[rows, following].long(), 0)
 
 
 def settle_naive(

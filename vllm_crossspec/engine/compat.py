@@ -303,6 +303,27 @@ TOUCH_POINTS = (
         "prepare_forward progress_bar_desc",
         "called: captures the growth of draft trees",
     ),
+    TouchPoint("vllm.compilation.cudagraph_pool", "capture_pool", "pool vllm_config", "called: captures catch-ups"),
+    TouchPoint("vllm.distributed.parallel_state", "graph_capture", "device", "called: captures catch-ups"),
+    TouchPoint(
+        f"{_GPU}.spec_decode.target_dependent_ar.speculator",
+        "prepare_prefill_inputs",
+        "last_token_indices current_draft_step input_buffers input_batch num_sampled num_rejected last_sampled "
+        "next_prefill_tokens max_num_reqs",
+        "called: EAGLE-3's first pass over one row a request",
+    ),
+    TouchPoint(
+        f"{_GPU}.block_table",
+        "BlockTables.gather_block_tables",
+        "self idx_mapping num_reqs_padded out out_ptrs",
+        "called: the blocks of the requests that a drafter drafts for",
+    ),
+    TouchPoint(
+        f"{_GPU}.block_table",
+        "BlockTables.get_dummy_slot_mappings",
+        "self num_tokens",
+        "called: dummy rounds write nothing",
+    ),
     TouchPoint(
         f"{_GPU}.spec_decode.dflash.speculator",
         "prepare_dflash_inputs",

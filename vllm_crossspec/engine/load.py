@@ -105,8 +105,10 @@ def verification_batch(runner: Any, num_reqs: int, width: int) -> InputBatch:
     )
 
 
-def time_step(runner: Any, num_reqs: int, width: int) -> Cost:
+def time_step(runner: Any, num_reqs: int, width: int, context: int = CONTEXT_TOKENS) -> Cost:
     """Time dummy steps of ``num_reqs`` requests with ``width`` draft tokens each, after one that is not counted.
+
+    Every request has ``context`` tokens before the measured ones, fewer where the model's length does not allow it.
 
     What it leaves out: the trees' rows and the compaction (a few launches), and the trees' own share of the attention
     where no CUDA graph holds the step.
@@ -115,7 +117,7 @@ def time_step(runner: Any, num_reqs: int, width: int) -> Cost:
     with _dummy_steps(runner, clock, width):
         for _ in range(1 + REPEATS):
             hidden, _ = runner._dummy_run(
-                num_reqs * (width + 1), uniform_decode=True, skip_eplb=True, context_len=CONTEXT_TOKENS
+                num_reqs * (width + 1), uniform_decode=True, skip_eplb=True, context_len=context
             )
             batch = verification_batch(runner, num_reqs, width)
             clock.mark()
@@ -165,15 +167,20 @@ def use_measured_schedule(collective_rpc: Callable[..., list[Any]], vllm_config:
     if not is_wanted(vllm_config):
         return
     costs: StepTable = collective_rpc("crossspec_step_costs")[0]
+    ranges = schedule_of(costs, vllm_config)
+    vllm_config.speculative_config.num_speculative_tokens_per_batch_size = ranges
+    logger.info(
+        "crossspec: draft tokens by running requests, from measured steps: %s",
+        ", ".join(f"{first} to {last}: {width}" for first, last, width in ranges),
+    )
+
+
+def schedule_of(costs: StepTable, vllm_config: Any) -> list[tuple[int, int, int]]:
+    """The schedule that these costs ask for, in vLLM's own form: (from, to, draft tokens)."""
     table = choose_schedule(
         step_seconds={width: {n: cost.step for n, cost in by_size.items()} for width, by_size in costs.items()},
         draft_seconds={width: {n: cost.draft for n, cost in by_size.items()} for width, by_size in costs.items()},
         widths=list(costs),
         max_batch_size=vllm_config.scheduler_config.max_num_seqs,
     )
-    ranges = to_ranges(table)
-    vllm_config.speculative_config.num_speculative_tokens_per_batch_size = ranges
-    logger.info(
-        "crossspec: draft tokens by running requests, from measured steps: %s",
-        ", ".join(f"{first} to {last}: {width}" for first, last, width in ranges),
-    )
+    return to_ranges(table)

@@ -1,18 +1,23 @@
 """The host that lets a router choose the drafter of every request in every round (WhiFlash, section 3)."""
 
-import dataclasses
-from typing import Any, NamedTuple
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
-from vllm_crossspec.catchup.backlog import Array, Backlog, StepRows, Tokens, ranges
+from vllm_crossspec.catchup.backlog import NO_SLOT, Array, Backlog, StepRows, Tokens, ranges
 from vllm_crossspec.catchup.kernels import locate, settle
+from vllm_crossspec.engine.context_graphs import ContextGraphs
 from vllm_crossspec.engine.host import WARM_UP_REQUESTS, ProposerHost
+from vllm_crossspec.engine.one_row import Inputs, OneRowBatches, Verdict, packed_rows
 from vllm_crossspec.engine.proposers.base import empty_tree, first_rows
 from vllm_crossspec.engine.routers import make_router
 from vllm_crossspec.metrics.export import start_worker_export
@@ -20,26 +25,15 @@ from vllm_crossspec.metrics.routing import RoutingCounters
 from vllm_crossspec.metrics.stages import StageClock
 from vllm_crossspec.tree.chain import chain
 from vllm_crossspec.tree.state import CHAIN, NOTHING
-from vllm_crossspec.types import StepInputs, TokenTree
+from vllm_crossspec.types import TokenTree
 
 logger = init_logger("vllm.crossspec")
 
 NOBODY = -1
 """The route of a request for which no drafter drafts."""
 
-
-class Inputs(NamedTuple):
-    """What vLLM hands to ``propose``, as far as a round of routing needs it (see ``StepInputs``)."""
-
-    batch: Any
-    last_hidden_states: torch.Tensor
-    tapped_hidden_states: list[torch.Tensor]
-    num_sampled: torch.Tensor
-    num_rejected: torch.Tensor
-    last_sampled: torch.Tensor
-    next_prefill_tokens: torch.Tensor
-    temperature: torch.Tensor
-    seeds: torch.Tensor
+MAX_TOKENS_AT_ONCE = 4096
+"""Tokens of one catch-up; more are taken in by parts, for what all requests may have missed together is a lot."""
 
 
 class RoutedHost(ProposerHost):
@@ -50,7 +44,7 @@ class RoutedHost(ProposerHost):
     in the prefix cache. The drafter of a round starts from the last accepted token alone: one row a request.
 
     The round waits for the device once: the routes and the accepted lengths come to the host in one copy
-    (``_Verdict``), while the device fuses and stores the step's features.
+    (``one_row.Verdict``), while the device fuses and stores the step's features.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
@@ -71,12 +65,12 @@ class RoutedHost(ProposerHost):
         self.routing = RoutingCounters(self.order, num_slots)
         self.clock = StageClock(("route", "store", "catch_up", "draft"), device)
         self.drafts = empty_tree(num_slots, self.num_speculative_steps, device)
-        self.verdict = _Verdict(num_slots, device)
-        self.row_starts = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
-        self.ones = torch.ones(num_slots, dtype=torch.int32, device=device)
-        self.zeros = torch.zeros(num_slots, dtype=torch.int32, device=device)
+        self.verdict = Verdict(num_slots, device)
+        self.one_row = OneRowBatches(num_slots, device)
         self.keeps_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
         self._shares_prefix = False
+        self.context_graphs: dict[str, ContextGraphs] = {}
+        self._alone: str | None = None
         num_bytes = sum(b.features.nbytes for b in self.backlogs.values())
         logger.info(
             "crossspec: policy %s over %s; %.1f MiB hold what inactive drafters miss (%d tokens of a request, %.2f MiB "
@@ -87,6 +81,24 @@ class RoutedHost(ProposerHost):
             settings.router.max_backlog,
             num_bytes / num_slots / 2**20,
         )
+
+    # -- CUDA graphs ------------------------------------------------------------------------------------------
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """Each proposer manages its own graphs; those of a profile run go with the cache that they wrote to."""
+        super().init_cudagraph_manager(cudagraph_mode)
+        self.context_graphs.clear()
+        self._has_full_graphs = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+
+    def capture(self) -> None:
+        """Capture every proposer's graphs, and those of catching up."""
+        super().capture()
+        if not self._has_full_graphs:
+            return
+        for name, backlog in self.backlogs.items():
+            write = functools.partial(self._write_eagerly, name, backlog.features)
+            self.context_graphs[name] = ContextGraphs(write, self.vllm_config, self.device)
+            self.context_graphs[name].capture()
 
     # -- requests come and go ---------------------------------------------------------------------------------
 
@@ -184,16 +196,17 @@ class RoutedHost(ProposerHost):
         self.verdict.start()
         self.clock.mark()
         self._store(step, slots)
+        self.drafts.tokens[:num_reqs].zero_()
         self.clock.mark()
         routes, computed = self.verdict.wait(num_reqs)
-        self.computed[slots] = computed
+        before, self.computed[slots] = self.computed[slots], computed
         if num_speculative_tokens == 0:
             routes = np.full_like(routes, NOBODY)
         elif self.state is not None:
             routes = np.where(self.state.modes[slots] == NOTHING, NOBODY, routes)
+        self._count(slots, routes, before)
         self._catch_up_round(slots, routes)
         self.clock.mark()
-        self.drafts.tokens[:num_reqs].zero_()
         for number, name in enumerate(self.order):
             rows = np.flatnonzero(routes == number)
             if len(rows):
@@ -257,14 +270,18 @@ class RoutedHost(ProposerHost):
         moved = counts > 0
         self.backlogs[name].cached[rows.slots[moved]] = (rows.starts + counts)[moved]
 
+    def _count(self, slots: Array, routes: Array, before: Array) -> None:
+        """Who drafts, and what it missed of the tokens before this round's (``before``: int64 [R] of them)."""
+        for number, name in enumerate(self.order):
+            own = slots[routes == number]
+            self.routing.count_missed(number, own, before[routes == number] - self.backlogs[name].cached[own])
+        self.routing.count_decisions(slots, routes)
+
     def _catch_up_round(self, slots: Array, routes: Array) -> None:
         """Whoever drafts now takes in what it missed, all but the last token, with which it starts."""
         shares, self._shares_prefix = self._shares_prefix, False
         for number, name in enumerate(self.order):
             chosen = routes == number
-            if chosen.any():
-                own = slots[chosen]
-                self.routing.count_missed(number, own, self.computed[own] - 1 - self.backlogs[name].cached[own])
             if shares:
                 everyone = np.flatnonzero(self.live)
                 ends = self.computed[everyone] - np.isin(everyone, slots[chosen])
@@ -272,8 +289,7 @@ class RoutedHost(ProposerHost):
             elif not self.lazy:
                 self._catch_up(name, slots, self.computed[slots] - chosen)
             elif chosen.any():
-                self._catch_up(name, own, self.computed[own] - 1)
-        self.routing.count_decisions(slots, routes)
+                self._catch_up(name, slots[chosen], self.computed[slots[chosen]] - 1)
 
     def _catch_up(self, name: str, slots: Array, ends: Array) -> None:
         """Write keys and values of what a drafter missed of ``slots``, up to ``ends`` (exclusive)."""
@@ -290,11 +306,24 @@ class RoutedHost(ProposerHost):
         self._write_now(name, features, tokens)
 
     def _write_now(self, name: str, features: torch.Tensor, tokens: Tokens) -> None:
-        proposer = self.proposers[name]
+        graphs = self.context_graphs.get(name)
+        if graphs is not None and features is self.backlogs[name].features:
+            graphs.replay(np.stack(tokens))
+            return
         packed = async_tensor_h2d(np.stack(tokens), device=self.device)
+        for piece in packed.split(MAX_TOKENS_AT_ONCE, dim=1):
+            self._write_eagerly(name, features, piece)
+
+    def catch_up_on_nothing(self, name: str, num_tokens: int) -> None:
+        """All that a drafter does to catch up with so many tokens of the buffer, and no trace of it in its cache."""
+        nothing = np.zeros(num_tokens, dtype=np.int64)
+        self._write_now(name, self.backlogs[name].features, Tokens(nothing + NO_SLOT, nothing, nothing))
+
+    def _write_eagerly(self, name: str, features: torch.Tensor, packed: torch.Tensor) -> None:
+        """The same for int64 [3, n] tokens on the device; those of no slot are padding."""
+        proposer, tables = self.proposers[name], self.block_tables
         slots, positions, rows = packed[0], packed[1], packed[2]
-        tables, kv_slots = self.block_tables, []
-        next_tokens = torch.empty_like(slots)
+        next_tokens, kv_slots = torch.empty_like(slots), []
         for group in proposer.kv_groups:
             kv_slots.append(torch.empty_like(slots))
             locate(
@@ -313,11 +342,11 @@ class RoutedHost(ProposerHost):
         """One drafter drafts for the requests of ``rows``, from the last accepted token of each."""
         proposer, backlog, own = self.proposers[name], self.backlogs[name], slots[rows]
         ends = self.computed[own]
-        packed = async_tensor_h2d(np.stack([rows, own, ends - 1, backlog.rows_at(own, ends - 1)]), device=self.device)
+        packed = packed_rows(rows, own, ends - 1, backlog.rows_at(own, ends - 1), device=self.device)
         backlog.cached[own] = ends
-        batch = self._one_row_batch(step.batch, rows, ends, packed)
+        batch = self.one_row.batch(step.batch, rows, ends, packed)
         self.block_tables.gather_block_tables(batch.idx_mapping, num_reqs_padded=len(rows))
-        inputs = self._one_row_step(step, batch, backlog.features.index_select(0, packed[3]))
+        inputs = self.one_row.step(step, batch, backlog.features.index_select(0, packed[3]))
         candidates = proposer.propose_step(proposer.start_rows(inputs))
         tree = candidates.tree
         if tree is None:
@@ -335,63 +364,37 @@ class RoutedHost(ProposerHost):
             self._make_chains(batch, tree)
         state.store(batch.idx_mapping, tree)
 
-    def _one_row_batch(self, batch: Any, rows: Array, ends: Array, packed: torch.Tensor) -> Any:
-        """vLLM's batch of the requests in ``rows`` as if only the last accepted token of each had been scheduled."""
-        num_reqs = len(rows)
-        starts = np.arange(num_reqs + 1, dtype=np.int32)
-        return dataclasses.replace(
-            batch,
-            req_ids=[batch.req_ids[row] for row in rows],
-            num_reqs=num_reqs,
-            num_reqs_after_padding=num_reqs,
-            idx_mapping=packed[1].to(batch.idx_mapping.dtype),
-            idx_mapping_np=batch.idx_mapping_np[rows],
-            num_scheduled_tokens=np.ones(num_reqs, dtype=np.int32),
-            num_tokens=num_reqs,
-            num_tokens_after_padding=num_reqs,
-            num_draft_tokens=0,
-            num_draft_tokens_per_req=None,
-            query_start_loc=self.row_starts[: num_reqs + 1],
-            query_start_loc_np=starts,
-            seq_lens=(packed[2] + 1).to(torch.int32),
-            seq_lens_cpu_upper_bound=torch.from_numpy(ends.astype(np.int32)),
-            positions=packed[2],
-            decode_graph_eligible=True,
-        )
-
-    def _one_row_step(self, step: Inputs, batch: Any, features: torch.Tensor, **options: Any) -> StepInputs:
-        num_reqs = batch.num_reqs
-        return StepInputs(
-            batch=batch,
-            attn_metadata=None,
-            slot_mappings=None,
-            last_hidden_states=features,
-            tapped_hidden_states=None,
-            num_sampled=self.ones[:num_reqs],
-            num_rejected=self.zeros[:num_reqs],
-            last_sampled=step.last_sampled,
-            next_prefill_tokens=step.next_prefill_tokens,
-            temperature=step.temperature,
-            seeds=step.seeds,
-            options=options,
-        )
-
     def _dummy_round(self, step: Inputs, skip_attn: bool, is_profile: bool) -> torch.Tensor:
         """Every drafter drafts for made-up requests: memory profiles, graphs and kernels depend on it."""
         num_reqs = step.batch.num_reqs
         rows = np.arange(num_reqs, dtype=np.int64)
         ends = np.ones(num_reqs, dtype=np.int64)
-        packed = async_tensor_h2d(np.stack([rows, rows, ends - 1]), device=self.device)
-        batch = self._one_row_batch(step.batch, rows, ends, packed)
+        packed = packed_rows(rows, rows, ends - 1, device=self.device)
+        batch = self.one_row.batch(step.batch, rows, ends, packed)
         if not skip_attn:
             self.block_tables.get_dummy_block_tables(num_reqs)
         for name, proposer in self.proposers.items():
+            if self._alone not in (None, name):
+                continue
+            if is_profile and step.tapped_hidden_states:  # the largest that a round allocates
+                proposer.fuse(torch.cat([step.tapped_hidden_states[i] for i in self.tap_indices[name]], dim=-1))
             features = self.backlogs[name].features[:num_reqs]
-            inputs = self._one_row_step(
+            inputs = self.one_row.step(
                 step, batch, features, dummy_run=True, skip_attn_for_dummy_run=skip_attn, is_profile=is_profile
             )
-            proposer.propose_step(proposer.start_rows(inputs))
+            tree = proposer.propose_step(proposer.start_rows(inputs)).tree
+            if tree is not None and self.state is not None:
+                self._make_chains(batch, tree)
         return self.drafts.tokens[:num_reqs]
+
+    @contextlib.contextmanager
+    def drafting_alone(self, name: str) -> Iterator[None]:
+        """Let dummy rounds be of one drafter, so that it can be timed."""
+        self._alone = name
+        try:
+            yield
+        finally:
+            self._alone = None
 
     # -- figures ----------------------------------------------------------------------------------------------
 
@@ -406,38 +409,3 @@ class RoutedHost(ProposerHost):
     def routing_stats(self) -> dict[str, Any]:
         """Decisions, switches and missed tokens so far."""
         return {**self.routing.snapshot(), "waits": self.verdict.num_waits, "seconds": dict(self.clock.seconds)}
-
-
-class _Verdict:
-    """What a round's host code must know of the device: one copy of 8 bytes a request, and the one wait of a round.
-
-    Args:
-        num_slots: most requests of a batch.
-        device: that decides.
-    """
-
-    def __init__(self, num_slots: int, device: torch.device):
-        self._both = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
-        self.routes, self.computed = self._both[0], self._both[1]
-        self.last_rows = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.num_waits = 0
-        self._on_device = device.type != "cpu"
-        if self._on_device:
-            self._host = torch.zeros(2, num_slots, dtype=torch.int32, pin_memory=True)
-            self._event = torch.Event(device)
-
-    def start(self) -> None:
-        """Send it on its way."""
-        if self._on_device:
-            self._host.copy_(self._both, non_blocking=True)
-            self._event.record()
-
-    def wait(self, num_reqs: int) -> tuple[Array, Array]:
-        """int64 [R] routes and accepted tokens of the batch; waits for the device (the sync named "route copy")."""
-        self.num_waits += 1
-        both = self._both
-        if self._on_device:
-            self._event.synchronize()
-            both = self._host
-        routes, computed = both[:, :num_reqs].numpy().astype(np.int64)
-        return routes, computed

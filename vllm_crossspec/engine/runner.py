@@ -21,7 +21,7 @@ from vllm_crossspec.commit.kernels import (
     make_kv_layers,
     restore_rows,
 )
-from vllm_crossspec.engine import load
+from vllm_crossspec.engine import load, round_costs
 from vllm_crossspec.engine.attention import base
 from vllm_crossspec.engine.bridge import settings_of
 from vllm_crossspec.engine.requests import draft_mode
@@ -29,8 +29,12 @@ from vllm_crossspec.engine.routing import RoutedHost
 from vllm_crossspec.engine.verifier import MatchVerifier, TreePenalties
 from vllm_crossspec.tree.state import NOTHING, TreeState
 from vllm_crossspec.verify.rows import prepare_rows
+from vllm_crossspec.verify.walk import last_rows
 
 logger = init_logger("vllm.crossspec")
+
+COMPILED_BATCHES = (1, 2, 16)
+"""Triton compiles a kernel anew for an argument that is 1, a multiple of 16, or neither."""
 
 NATIVE_PROCESSORS = 3
 """vLLM's own logits processors (bias, penalties, bad words); the rest are the user's."""
@@ -73,6 +77,7 @@ class MatchRunner:
         self.draft_tokens_handler = LiveDraftTokensHandler(device, self.tree_state)
         self._routed = self.speculator if isinstance(self.speculator, RoutedHost) else None
         self._logits: torch.Tensor | None = None
+        self._last_rows = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         self._sampling = False
         self._step_costs: load.StepTable | None = None
         self._kv_layers: KVLayers | None = None
@@ -128,11 +133,11 @@ class MatchRunner:
         logits, self._logits = self._logits, None
         if logits is None or self._routed is None:
             return
-        num_reqs, rows = batch.num_reqs, batch.cu_num_logits[1:].long() - 1
         if self._has_drafts:
-            last = (self.tree_state.num_sampled[:num_reqs].long() - 1).clamp_(min=0)
-            on_path = self.tree_state.path[:num_reqs].gather(1, last[:, None]).flatten()
-            rows = batch.cu_num_logits[:-1].long() + on_path
+            rows, state = self._last_rows[: batch.num_reqs], self.tree_state
+            last_rows(cu_num_logits=batch.cu_num_logits, num_sampled=state.num_sampled, path=state.path, rows=rows)
+        else:
+            rows = batch.cu_num_logits[1:].long() - 1
         self._routed.router.observe_logits(logits, rows)
 
     def initialize_kv_cache(self, *arguments: Any, **options: Any) -> None:
@@ -155,8 +160,22 @@ class MatchRunner:
         """Capture, then time the captured steps: after this vLLM expects no kernel to be compiled any more."""
         size = super().capture_model(profile_only=profile_only)  # type: ignore[misc]
         if not profile_only:
+            if self._routed is not None:
+                self._warm_up_routing(self._routed)
             self.measured_step_costs()
+            if self._routed is not None and round_costs.is_wanted(self._routed):
+                self._routed.router.set_costs(round_costs.measure(self))
         return size
+
+    @torch.inference_mode()
+    def _warm_up_routing(self, host: RoutedHost) -> None:
+        """Compile the kernels of router and drafters: the warm-up's requests may all have gone to one drafter."""
+        states = torch.zeros(1, self.model_config.get_hidden_size(), dtype=self.dtype, device=self.device)
+        host.router.warm_up(self.model.compute_logits(states), states)
+        for num_reqs in COMPILED_BATCHES:
+            num_tokens = num_reqs * self.decode_query_len
+            if num_reqs <= self.max_num_reqs and num_tokens <= self.max_num_tokens:
+                self._dummy_run(num_tokens, uniform_decode=True, skip_eplb=True)
 
     def measured_step_costs(self) -> load.StepTable | None:
         """What steps cost, measured at the first call; None where the schedule does not depend on it."""

@@ -5,7 +5,8 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+# One variant for all drafters: the first draft of one must not wait for the compiler.
+@triton.jit(do_not_specialize=["drafter"])
 def _mark_drafted_kernel(
     drafted_by_ptr,  # int32 [S]
     idx_mapping_ptr,  # int [R]

@@ -55,7 +55,7 @@ class RoutingCounters:
 
     def count_missed(self, drafter: int, slots: Array, missed: Array) -> None:
         """Tokens (int64 [k]) that a chosen drafter had missed of each request, where another drafted before."""
-        switched = missed[(self.previous[slots] >= 0) & (self.previous[slots] != drafter)]
+        switched = np.maximum(missed, 0)[(self.previous[slots] >= 0) & (self.previous[slots] != drafter)]
         self.missed[drafter] += switched.sum()
         np.add.at(self.backlogs[drafter], np.searchsorted(BACKLOG_EDGES, switched), 1)
 

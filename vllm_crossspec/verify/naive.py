@@ -103,6 +103,14 @@ def walk_tree(
         num_sampled[request] = length
 
 
+def last_rows(
+    *, cu_num_logits: torch.Tensor, num_sampled: torch.Tensor, path: torch.Tensor, rows: torch.Tensor
+) -> None:
+    """See :func:`vllm_crossspec.verify.walk.last_rows`."""
+    for request, first in enumerate(cu_num_logits[:-1].tolist()):
+        rows[request] = first + int(path[request, max(int(num_sampled[request]) - 1, 0)])
+
+
 def tail_attention(
     *,
     query: torch.Tensor,

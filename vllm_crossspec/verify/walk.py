@@ -108,3 +108,30 @@ def walk_tree(
         STEPS=triton.next_power_of_2(width),
         num_warps=1,
     )
+
+
+@triton.jit
+def _last_rows_kernel(
+    cu_num_logits_ptr,  # int32 [R + 1]
+    num_sampled_ptr,  # int32 [R]
+    path_ptr,  # int32 [R, width]
+    path_stride,
+    rows_ptr,  # int64 [R] out
+):
+    request = tl.program_id(0).to(tl.int64)
+    step = tl.maximum(tl.load(num_sampled_ptr + request) - 1, 0)
+    row = tl.load(cu_num_logits_ptr + request) + tl.load(path_ptr + request * path_stride + step)
+    tl.store(rows_ptr + request, row.to(tl.int64))
+
+
+def last_rows(
+    *, cu_num_logits: torch.Tensor, num_sampled: torch.Tensor, path: torch.Tensor, rows: torch.Tensor
+) -> None:
+    """The logits row at which each request's walk ended; one launch.
+
+    Args:
+        cu_num_logits: int32 [R + 1] first logits row of each request.
+        num_sampled: int32 [at least R] and path: int32 [at least R, width], as :func:`walk_tree` wrote them.
+        rows: int64 [at least R], written; the root's row for requests that sampled nothing.
+    """
+    _last_rows_kernel[(cu_num_logits.shape[0] - 1,)](cu_num_logits, num_sampled, path, path.stride(0), rows)

@@ -115,8 +115,14 @@ class Eagle3Proposer(EagleSpeculator, Proposer):
             need_eager=step.options.get("is_profile", False),
             dp_sync_state=None,
         )
-        slots = self.block_tables.compute_slot_mappings(
-            batch.idx_mapping, batch.query_start_loc, batch.positions, desc.num_tokens
+        tables = self.block_tables
+        # The rows of a dummy run name request slots whose blocks may be others' by now: it writes nothing.
+        slots = (
+            tables.get_dummy_slot_mappings(desc.num_tokens)
+            if step.options.get("dummy_run")
+            else tables.compute_slot_mappings(
+                batch.idx_mapping, batch.query_start_loc, batch.positions, desc.num_tokens
+            )
         )
         self.draft_max_seq_len = self.max_model_len
         metadata = self._build_uniform_attn_metadata(

@@ -1,0 +1,93 @@
+"""What the benchmarks of whole rounds run: ways to decode, and the models for them."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from shapes import SHAPES, random_router, write_models
+
+from vllm_crossspec.router.checkpoint import save_router
+
+METHODS = (
+    "none",
+    "native-eagle3",
+    "native-dflash",
+    "eagle3",
+    "dflash",
+    "eagle3-tree",
+    "dflash-tree",
+    "whiflash-eagle3",
+    "whiflash-dflash",
+    "whiflash-entropy",
+    "whiflash-neural",
+)
+# EAGLE-3's own sizes: levels of a tree, and children of a node and nodes of a level that get some.
+TREE_DEPTH, TREE_TOP_K = 8, 10
+ROUTED = ("whiflash-entropy", "whiflash-neural")
+TREES = ("eagle3-tree", "dflash-tree", *ROUTED)
+
+
+def speculative_config(method: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any] | None:
+    """What a user would pass as ``--speculative-config`` for this method; None for plain decoding."""
+    if method == "none":
+        return None
+    meta, _, name = method.rpartition("-")
+    extra: dict[str, Any] = {}
+    ours: dict[str, Any] = {}
+    if options.acceptance is not None:
+        extra = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": options.acceptance}
+        ours = {"verification": "rejection"}
+    length = {"num_speculative_tokens": options.tokens}
+    if method in TREES:
+        return _routed_config(name, models, options) if method in ROUTED else _tree_config(meta, models, options)
+    if meta == "whiflash":
+        drafters = {kind: {"model": models[kind], **extra} for kind in ("eagle3", "dflash")}
+        router = {"policy": "fixed", "drafter": name}
+        return {"method": meta, **length, "drafters": drafters, "router": router, **ours}
+    config = {"method": name, "model": models[name], **length, **extra}
+    return config if meta == "native" else config | {"tree": {"type": "chain"}, **ours}
+
+
+def _tree_config(kind: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
+    # Whole trees at every batch size: what they cost is what is asked here.
+    whole = {"num_nodes": options.nodes, "by_batch_size": {"1": options.nodes}}
+    if kind == "eagle3":
+        tree = {"type": "dynamic", "depth": TREE_DEPTH, "top_k": TREE_TOP_K, **whole}
+        return {"method": kind, "model": models[kind], "tree": tree}
+    tree = {"type": "best_first", **whole}
+    return {"method": kind, "model": models[kind], "num_speculative_tokens": options.tokens, "tree": tree}
+
+
+def _routed_config(policy: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
+    """Both drafters with their trees, and a router; the neural one is a random one of the right size."""
+    drafters = {kind: _tree_config(kind, models, options) for kind in ("eagle3", "dflash")}
+    for drafter in drafters.values():
+        del drafter["method"]
+    router: dict[str, Any] = {"policy": policy}
+    if policy == "neural":
+        router["model"] = models["router"]
+    if options.threshold is not None:
+        router["threshold"] = options.threshold
+    return {"method": "whiflash", "drafters": drafters, "router": router}
+
+
+def query_lengths(method: str, options: argparse.Namespace) -> set[int]:
+    """Tokens that a request has in the passes of a round: the target's, the drafter's first, the drafter's others."""
+    # One token is what plain decoding and an autoregressive drafter's later passes take.
+    lengths = {1, options.tokens + 1}
+    if method in TREES:
+        lengths |= {options.nodes + 1, TREE_TOP_K}
+    return lengths
+
+
+def model_folders(options: argparse.Namespace, folder: Path) -> dict[str, str]:
+    """The folders ``target``, ``eagle3``, ``dflash`` and ``router``: those of the user, or dummies below ``folder``."""
+    if not options.checkpoints:
+        shape = SHAPES[options.shape]
+        shape = shape._replace(num_layers=options.layers or shape.num_layers)
+        return {name: str(path) for name, path in write_models(folder / "models", shape).items()}
+    hidden_size = json.loads((options.checkpoints / "target" / "config.json").read_text())["hidden_size"]
+    save_router(folder / "router", random_router(hidden_size))
+    found = {name: str(options.checkpoints / name) for name in ("target", "eagle3", "dflash")}
+    return found | {"router": str(folder / "router")}

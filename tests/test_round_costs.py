@@ -1,0 +1,91 @@
+"""What rounds cost: at which sizes they are measured, for whom, and that measuring leaves no trace."""
+
+import os
+from types import SimpleNamespace
+from unittest import mock
+
+import engines
+import pytest
+import torch
+from test_whiflash import spec
+
+from vllm_crossspec.engine import load, round_costs
+from vllm_crossspec.router.base import RouterSettings
+
+
+def runner(ranges=None, max_num_reqs=64, max_num_tokens=8192):
+    speculative = SimpleNamespace(num_speculative_tokens=60, num_speculative_tokens_per_batch_size=ranges)
+    config = SimpleNamespace(
+        speculative_config=speculative, scheduler_config=SimpleNamespace(max_num_seqs=max_num_reqs)
+    )
+    return SimpleNamespace(vllm_config=config, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens)
+
+
+def test_sizes_are_powers_of_two_up_to_many_rows():
+    assert round_costs.batch_sizes(runner(), None) == {1: 60, 2: 60, 4: 60, 8: 60, 16: 60}  # 17 * 61 > 1024
+    assert round_costs.batch_sizes(runner(max_num_reqs=6), None) == {1: 60, 2: 60, 4: 60}
+    assert round_costs.batch_sizes(runner(max_num_tokens=70), None) == {1: 60}
+    assert round_costs.batch_sizes(runner(max_num_tokens=60), None) == {}
+
+
+def test_sizes_follow_the_schedule_and_end_where_nothing_is_drafted():
+    ranges = [(1, 2, 60), (3, 9, 7), (10, 64, 0)]
+    assert round_costs.batch_sizes(runner(ranges), None) == {1: 60, 2: 60, 4: 7, 8: 7}
+
+
+def test_sizes_follow_the_schedule_that_measured_steps_ask_for():
+    step, many = load.Cost(0.01, 0.001), load.Cost(10.0, 0.001)
+    costs = {60: {1: step, 8: step, 64: many}, 7: {1: step, 64: step}, 0: {1: step, 64: step}}
+    found = round_costs.batch_sizes(runner([(1, 64, 60)]), costs)
+    ranges = load.schedule_of(costs, runner().vllm_config)
+    assert found == {size: next(w for a, b, w in ranges if a <= size <= b) for size in (1, 2, 4, 8, 16, 32, 64)}
+    assert found[1] == 60 and found[64] == 7
+
+
+@pytest.mark.parametrize(
+    ("policy", "thresholds", "checkpoint", "device", "wanted"),
+    [
+        ("goodput", None, object(), "cuda", True),
+        ("goodput", None, object(), "cpu", False),
+        ("neural", None, object(), "cuda", True),
+        ("neural", (0.5,), object(), "cuda", False),
+        ("entropy", None, object(), "cuda", True),
+        ("entropy", None, None, "cuda", False),  # costs move no prior
+        ("fixed", None, None, "cuda", False),
+    ],
+)
+def test_who_wants_costs(policy, thresholds, checkpoint, device, wanted):
+    settings = RouterSettings(policy, ("eagle3", "dflash"), thresholds, checkpoint)
+    host = SimpleNamespace(router=SimpleNamespace(settings=settings), device=torch.device(device))
+    assert round_costs.is_wanted(host) is wanted
+
+
+def measured(worker):
+    """Sent into a worker: the costs, and whether the drafters' caches stayed as they were."""
+    host = worker.model_runner.speculator
+    layers = worker.model_runner.compilation_config.static_forward_context
+    names = [name for p in host.proposers.values() for name in p.draft_attn_layer_names]
+    caches = [layers[name].kv_cache for name in names]
+    before = [cache.clone() for cache in caches]
+    assert all(cache.any() for cache in caches)
+    costs = round_costs.measure(worker.model_runner)
+    same = all(torch.equal(*pair) for pair in zip(before, caches, strict=True))
+    return costs, same, host._alone
+
+
+@pytest.mark.e2e
+def test_measuring_leaves_no_trace():
+    settings = spec(policy="entropy", threshold=1.0)
+    with (
+        mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
+        mock.patch.object(load, "REPEATS", 1),
+        engines.engine(settings, max_num_seqs=2) as llm,
+    ):
+        prompts = engines.prompts(2)
+        before = engines.generate(llm, prompts, max_tokens=12)
+        (costs, same, alone), *_ = llm.collective_rpc(measured)
+        after = engines.generate(llm, prompts, max_tokens=12)
+    assert costs.batch_sizes == (1, 2) and costs.num_drafters == 2
+    assert all(seconds > 0 for table in (costs.draft, costs.verify, costs.switch) for row in table for seconds in row)
+    assert costs.verify[0][0] == costs.verify[0][1] and costs.draft[0][0] != costs.draft[0][1]
+    assert (same, alone, after) == (True, None, before)

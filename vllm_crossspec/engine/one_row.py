@@ -1,0 +1,131 @@
+"""What passes between a round of routing and vLLM: its inputs, its verdict, and batches of one row a request."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_crossspec.catchup.backlog import Array
+from vllm_crossspec.types import StepInputs
+
+
+class Inputs(NamedTuple):
+    """What vLLM hands to ``propose``, as far as a round of routing needs it (see ``StepInputs``)."""
+
+    batch: Any
+    last_hidden_states: torch.Tensor
+    tapped_hidden_states: list[torch.Tensor]
+    num_sampled: torch.Tensor
+    num_rejected: torch.Tensor
+    last_sampled: torch.Tensor
+    next_prefill_tokens: torch.Tensor
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+
+
+class OneRowBatches:
+    """Batches as if only the last accepted token of each request had been scheduled.
+
+    Args:
+        num_slots: most requests of a batch.
+        device: of the inputs.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device):
+        self.row_starts = torch.arange(num_slots + 1, dtype=torch.int32, device=device)
+        self.ones = torch.ones(num_slots, dtype=torch.int32, device=device)
+        self.zeros = torch.zeros(num_slots, dtype=torch.int32, device=device)
+
+    def batch(self, batch: Any, rows: Array, ends: Array, packed: torch.Tensor) -> Any:
+        """vLLM's batch of some of a batch's requests, one row each.
+
+        Args:
+            batch: of the target's step.
+            rows: int64 [R] the requests' numbers in it.
+            ends: int64 [R] accepted tokens of each.
+            packed: int64 [3 or more, R] on the device: ``rows``, slots, positions of the last accepted tokens.
+        """
+        num_reqs = len(rows)
+        starts = np.arange(num_reqs + 1, dtype=np.int32)
+        return dataclasses.replace(
+            batch,
+            req_ids=[batch.req_ids[row] for row in rows],
+            num_reqs=num_reqs,
+            num_reqs_after_padding=num_reqs,
+            idx_mapping=packed[1].to(batch.idx_mapping.dtype),
+            idx_mapping_np=batch.idx_mapping_np[rows],
+            num_scheduled_tokens=np.ones(num_reqs, dtype=np.int32),
+            num_tokens=num_reqs,
+            num_tokens_after_padding=num_reqs,
+            num_draft_tokens=0,
+            num_draft_tokens_per_req=None,
+            query_start_loc=self.row_starts[: num_reqs + 1],
+            query_start_loc_np=starts,
+            seq_lens=(packed[2] + 1).to(torch.int32),
+            seq_lens_cpu_upper_bound=torch.from_numpy(ends.astype(np.int32)),
+            positions=packed[2],
+            decode_graph_eligible=True,
+        )
+
+    def step(self, step: Inputs, batch: Any, features: torch.Tensor, **options: Any) -> StepInputs:
+        """What a proposer takes of such a batch; ``features`` [R, F] are those of its rows."""
+        num_reqs = batch.num_reqs
+        return StepInputs(
+            batch=batch,
+            attn_metadata=None,
+            slot_mappings=None,
+            last_hidden_states=features,
+            tapped_hidden_states=None,
+            num_sampled=self.ones[:num_reqs],
+            num_rejected=self.zeros[:num_reqs],
+            last_sampled=step.last_sampled,
+            next_prefill_tokens=step.next_prefill_tokens,
+            temperature=step.temperature,
+            seeds=step.seeds,
+            options=options,
+        )
+
+
+def packed_rows(*rows: Array, device: torch.device) -> torch.Tensor:
+    """int64 [n] arrays as one [k, n] on the device; each begins at 16 bytes, or Triton would compile kernels anew."""
+    num_columns = len(rows[0])
+    even = np.zeros((len(rows), num_columns + num_columns % 2), dtype=np.int64)
+    even[:, :num_columns] = rows
+    return async_tensor_h2d(even, device=device)[:, :num_columns]
+
+
+class Verdict:
+    """What a round's host code must know of the device: one copy of 8 bytes a request, and the one wait of a round.
+
+    Args:
+        num_slots: most requests of a batch.
+        device: that decides.
+    """
+
+    def __init__(self, num_slots: int, device: torch.device):
+        self._both = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
+        self.routes, self.computed = self._both[0], self._both[1]
+        self.last_rows = torch.zeros(num_slots, dtype=torch.int64, device=device)
+        self.num_waits = 0
+        self._on_device = device.type != "cpu"
+        if self._on_device:
+            self._host = torch.zeros(2, num_slots, dtype=torch.int32, pin_memory=True)
+            self._event = torch.Event(device)
+
+    def start(self) -> None:
+        """Send it on its way."""
+        if self._on_device:
+            self._host.copy_(self._both, non_blocking=True)
+            self._event.record()
+
+    def wait(self, num_reqs: int) -> tuple[Array, Array]:
+        """int64 [R] routes and accepted tokens of the batch; waits for the device (the sync named "route copy")."""
+        self.num_waits += 1
+        both = self._both
+        if self._on_device:
+            self._event.synchronize()
+            both = self._host
+        routes, computed = both[:, :num_reqs].numpy().astype(np.int64)
+        return routes, computed

@@ -1,0 +1,115 @@
+"""What a round costs with each drafter, measured at start-up, for routers that weigh it (WhiFlash, section 3.3.2).
+
+Every request brings as many draft rows to the target's pass as the engine plans for its batch, whichever drafter made
+them. So the pass is measured at that width and costs the same with every drafter; what differs is drafting and
+catching up. Ranks measure the same steps in the same order, and rank 0's clock decides for all: they must route alike.
+"""
+
+import statistics
+import time
+from typing import Any
+
+import torch
+from vllm.distributed.parallel_state import get_tp_group
+from vllm.logger import init_logger
+
+from vllm_crossspec.engine import load
+from vllm_crossspec.router.costs import RoundCosts
+from vllm_crossspec.router.policies import policy_kind
+
+logger = init_logger("vllm.crossspec")
+
+MISSED_TOKENS = 90
+"""What a drafter is taken to have missed of a request when it is chosen again: 80 to 90 on average (WhiFlash, section
+6)."""
+
+
+def is_wanted(host: Any) -> bool:
+    """Whether this router goes by costs, and this machine's times mean anything: on a CPU kernels are interpreted."""
+    settings = host.router.settings
+    kind = policy_kind(settings.policy, "router.policy")
+    # Without a trained router no cost moves "auto": see auto_thresholds.
+    is_auto = kind.takes_threshold and settings.thresholds is None and settings.checkpoint is not None
+    return host.device.type == "cuda" and (kind.uses_costs or is_auto)
+
+
+def scheduled_width(vllm_config: Any, step_costs: load.StepTable | None, num_reqs: int) -> int:
+    """Draft tokens that each of ``num_reqs`` running requests is going to bring to the target's pass."""
+    speculative = vllm_config.speculative_config
+    ranges = speculative.num_speculative_tokens_per_batch_size
+    if step_costs is not None:  # the engine core is going to choose the very same
+        ranges = load.schedule_of(step_costs, vllm_config)
+    if not ranges:
+        return int(speculative.num_speculative_tokens)
+    return int(next(width for first, last, width in ranges if first <= num_reqs <= last))
+
+
+def batch_sizes(runner: Any, step_costs: load.StepTable | None) -> dict[int, int]:
+    """Numbers of running requests to measure, powers of two, and the draft tokens of each; none where none are drafted.
+
+    They end where a step has more rows than ``load`` measures, but for the smallest.
+    """
+    found: dict[int, int] = {}
+    for size in (1 << i for i in range(runner.max_num_reqs.bit_length())):
+        width = scheduled_width(runner.vllm_config, step_costs, size)
+        rows = size * (width + 1)
+        if not width or rows > runner.max_num_tokens or (found and rows > load.MAX_ROWS):
+            break
+        found[size] = width
+    return found
+
+
+def time_switch(host: Any, name: str, num_reqs: int) -> float:
+    """Seconds in which every one of ``num_reqs`` requests catches up with what the drafter has missed of it."""
+    clock = load.StepClock(host.device)
+    for _ in range(1 + load.REPEATS):
+        clock.mark()
+        host.catch_up_on_nothing(name, num_reqs * MISSED_TOKENS)
+        clock.mark()
+    return statistics.median(clock.spans()[1:])
+
+
+@torch.inference_mode()
+def measure(runner: Any) -> RoundCosts | None:
+    """The costs of this engine's drafters, the same on every rank; None where it never drafts.
+
+    Args:
+        runner: whose speculator is the routed host, its CUDA graphs captured.
+    """
+    start, host = time.perf_counter(), runner.speculator
+    step_costs = runner.measured_step_costs()
+    widths = batch_sizes(runner, step_costs)
+    draft, verify, switch = {}, {}, {}
+    for size in sorted(widths, reverse=True):  # the largest first, so that memory grows once
+        steps = []
+        for name in host.order:
+            with host.drafting_alone(name):
+                steps.append(load.time_step(runner, size, widths[size]))
+        draft[size] = tuple(step.draft for step in steps)
+        verify[size] = (statistics.median(step.step for step in steps),) * len(steps)
+        switch[size] = tuple(time_switch(host, name, size) for name in host.order)
+    costs = None
+    if sizes := tuple(sorted(widths)):
+        costs = RoundCosts(sizes, *(tuple(table[size] for size in sizes) for table in (draft, verify, switch)))
+    costs = get_tp_group().broadcast_object(costs, src=0)
+    if costs is not None:
+        logger.info(
+            "crossspec: rounds timed in %.1f s; milliseconds by drafter %s, by running requests: %s",
+            time.perf_counter() - start,
+            list(host.order),
+            _table(costs),
+        )
+    return costs
+
+
+def _table(costs: RoundCosts) -> str:
+    """The costs as one line."""
+
+    def milliseconds(row: tuple[float, ...]) -> str:
+        return "/".join(f"{1e3 * seconds:.2f}" for seconds in row)
+
+    return "; ".join(
+        f"{size}: draft {milliseconds(costs.draft[row])}, verification {milliseconds(costs.verify[row][:1])}, "
+        f"switch {milliseconds(costs.switch[row])}"
+        for row, size in enumerate(costs.batch_sizes)
+    )
