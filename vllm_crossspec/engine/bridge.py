@@ -314,6 +314,8 @@ def unsupported_features(vllm_config: Any) -> list[str]:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.enable_adaptive_verification:
         found.append("enable_adaptive_verification with vllm_crossspec")
+    if settings.routes and parallel.data_parallel_size > 1:
+        found.append("data parallelism with several drafters of vllm_crossspec (ranks would draft apart)")
     if len(settings.drafters) > 1 and speculative is not None:
         if speculative.draft_sample_method == "probabilistic":
             found.append("draft_sample_method 'probabilistic' with several drafters")

@@ -60,6 +60,12 @@ class Eagle3Proposer(EagleSpeculator, Proposer):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
         super().__init__(vllm_config, device)
         self.name, self.drafts = name, drafts
+        num_layers = self.draft_model_config.hf_config.num_hidden_layers
+        if drafts.from_one_row and num_layers != 1:  # a second layer's keys would need the first's attention
+            raise ValueError(
+                f"speculative_config.drafters.{name}.model: {self.draft_model_config.model} has {num_layers} layers, "
+                "but beside other drafters an EAGLE-3 drafter has one; use it alone"
+            )
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The drafter's model, under a layer prefix of its own."""
