@@ -203,6 +203,14 @@ class MatchRunner:
         if not self.speculator.stores_trees:
             state.sizes.copy_((state.modes_on_device != NOTHING) * state.num_nodes)
 
+    def finish_requests(self, scheduler_output: Any) -> None:
+        """What drafters still have to take in of requests that leave together is taken in together."""
+        if self._routed is not None:
+            leaving = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
+            slots = (self.req_states.req_id_to_index.get(req_id) for req_id in leaving)
+            self._routed.remove_requests(sorted(slot for slot in slots if slot is not None))
+        super().finish_requests(scheduler_output)  # type: ignore[misc]
+
     def _remove_request(self, req_id: str) -> bool:
         """A slot that is given up may hold what drafters still have to take in."""
         slot = self.req_states.req_id_to_index.get(req_id)
