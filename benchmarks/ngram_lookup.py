@@ -25,7 +25,7 @@ from ngram_reference import load_reference
 
 from vllm_crossspec.cli import meta
 from vllm_crossspec.ngram.build import build, make_plan
-from vllm_crossspec.ngram.lookup import look_up
+from vllm_crossspec.ngram.lookup import FLOOR, look_up, look_up_vectorised
 from vllm_crossspec.ngram.store import Header, open_store
 from vllm_crossspec.ngram.trie import import_trie
 
@@ -96,10 +96,13 @@ def lookups(path: Path, ids: np.ndarray, options: argparse.Namespace) -> dict[st
     contexts, candidates = questions(ids, options.order, options.rows)
     large = timed(lambda: look_up(store, contexts, candidates), options.runs)
     small = timed(lambda: look_up(store, contexts[:BEAMS], candidates[:BEAMS]), 20 * options.runs)
+    wide = contexts.long(), candidates.long()
+    plain = timed(lambda: look_up_vectorised(store, *wide, None, FLOOR), options.runs)
     matched = look_up(store, contexts, candidates).matched
     return {
         "open_ms": round(seconds * 1e3, 2),
         "lookups_per_second": round(candidates.numel() / large),
+        "vectorised_lookups_per_second": round(candidates.numel() / plain),
         "one_level_us": round(small * 1e6, 1),
         "one_level_lookups_per_second": round(BEAMS * CANDIDATES / small),
         "matched_share": [round(float((matched == n).float().mean()), 3) for n in range(options.order)],

@@ -3,6 +3,7 @@
 import json
 import math
 import resource
+import sys
 import time
 
 import numpy as np
@@ -12,11 +13,12 @@ from hopper import compile_in_subprocess
 from ngram_counts import count, expected, random_tokens
 from safetensors.torch import load_file, save_file
 
+from vllm_crossspec.ngram import lookup
 from vllm_crossspec.ngram import store as stores
 from vllm_crossspec.ngram.build import build, make_plan
 from vllm_crossspec.ngram.kernels import look_up_level
 from vllm_crossspec.ngram.levels import create_file
-from vllm_crossspec.ngram.lookup import FLOOR, look_up
+from vllm_crossspec.ngram.lookup import FLOOR, look_up, look_up_vectorised
 from vllm_crossspec.ngram.naive import look_up_level_naive
 from vllm_crossspec.ngram.store import check_contents, open_store, place
 
@@ -60,6 +62,9 @@ def test_a_store_answers_as_a_dictionary(tmp_path, order, seed):
     contexts, candidates = questions(ids, order, seed)
     for backoff in (None, 0.4):
         log_probs, matched = look_up(store, contexts, candidates, backoff=backoff)
+        plain = look_up_vectorised(store, contexts, candidates, backoff, FLOOR)
+        assert torch.equal(matched, plain.matched)
+        torch.testing.assert_close(log_probs, plain.log_probs, rtol=0, atol=ROUNDING)
         for i, context in enumerate(contexts.tolist()):
             for j, candidate in enumerate(candidates[i].tolist()):
                 log_prob, length = expected(counts, context, candidate, backoff)
@@ -74,12 +79,24 @@ def test_memory_and_pieces_change_nothing(tmp_path, size, memory, piece_size):
     assert make_store(tmp_path, ids, 3, "other", memory, piece_size=piece_size).read_bytes() == wanted
 
 
-def test_workers_change_nothing(tmp_path):
+@pytest.mark.parametrize("kind", ["processes", "ray"])
+def test_workers_change_nothing(tmp_path, monkeypatch, kind):
+    if kind == "ray":
+        ray = pytest.importorskip("ray")
+    else:
+        monkeypatch.setitem(sys.modules, "ray", None)
     ids = random_tokens(1, 900)
     wanted = make_store(tmp_path, ids, 3).read_bytes()
-    plan = make_plan([tmp_path / "ids.npy"], vocab_size=VOCAB_SIZE, piece_size=300)
+    plan = make_plan([tmp_path / "ids.npy"], vocab_size=VOCAB_SIZE, piece_size=200)
     build(plan, tmp_path / "workers.safetensors", workers=2)
     assert (tmp_path / "workers.safetensors").read_bytes() == wanted
+    (tmp_path / "wrong").mkdir()
+    (tmp_path / "wrong" / "a.jsonl").write_text('{"tokens": [1, 99]}\n' * 90)
+    plan = make_plan([tmp_path / "wrong"], vocab_size=VOCAB_SIZE, piece_size=300)
+    with pytest.raises(ValueError, match="a.jsonl: token 99 is none of a vocabulary of 40"):
+        build(plan, tmp_path / "wrong.safetensors", workers=2)
+    if kind == "ray":
+        ray.shutdown()
 
 
 def test_keys_of_two_words(tmp_path):
@@ -187,7 +204,23 @@ def test_offsets_that_lead_astray_stay_inside(tmp_path):
         out = torch.full((1, *candidates.shape), math.nan)
         look_up_level(broken, contexts[None], candidates[None], out)
         look_up(broken, contexts, candidates)
+        look_up_vectorised(broken, contexts, candidates, None, FLOOR)
         assert not out.isnan().any()
+
+
+def test_without_numba(tmp_path, monkeypatch):
+    ids = random_tokens(6)
+    store = open_store(make_store(tmp_path, ids, 3))
+    contexts, candidates = questions(ids, 3, 6)
+    assert lookup._compiled() is not None  # it comes with vLLM
+    wanted = look_up(store, contexts, candidates)
+    monkeypatch.setitem(sys.modules, "vllm_crossspec.ngram.compiled", None)
+    lookup._compiled.cache_clear()
+    assert lookup._compiled() is None
+    plain = look_up(store, contexts, candidates)
+    lookup._compiled.cache_clear()
+    assert torch.equal(plain.matched, wanted.matched)
+    torch.testing.assert_close(plain.log_probs, wanted.log_probs, rtol=0, atol=ROUNDING)
 
 
 def test_the_kernel_compiles_for_a_gpu(tmp_path):

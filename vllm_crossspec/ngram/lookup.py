@@ -1,4 +1,4 @@
-"""Batched lookups in a store, as PyTorch operations; on a GPU ``kernels.py`` answers in one launch.
+"""Batched lookups in a store: compiled on a CPU, PyTorch operations elsewhere. Drafting on a GPU takes ``kernels.py``.
 
 Longest match, the reference's rule (DART, `TrieNgram::get_probability`): of the contexts' suffixes, from ``order - 1``
 tokens down to one, the first one in which the candidate was seen gives p = count(suffix, token) / count(suffix). A
@@ -8,7 +8,9 @@ Stupid backoff (Brants et al. 2007) multiplies p by a factor for every token tha
 tokens: p = count(token) / all tokens.
 """
 
+import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -18,7 +20,7 @@ from vllm_crossspec.ngram.store import NgramStore
 EPSILON = 1e-10
 """What the paper adds to a probability before its logarithm (appendix D)."""
 FLOOR = math.log(EPSILON)
-ROWS_AT_ONCE = 1 << 15
+LOOKUPS_AT_ONCE = 1 << 15
 """Lookups whose working arrays fit a core's cache."""
 
 
@@ -51,8 +53,37 @@ def look_up(
         [M, C] each. ln p is off by ``store.header.max_error`` nats at most.
     """
     check_backoff(backoff)
+    longest = min(store.order - 1, contexts.shape[1])
+    contexts, candidates = contexts[:, contexts.shape[1] - longest :].long(), candidates.long()
+    if candidates.device.type == "cpu":
+        compiled = _compiled()
+        if compiled is not None:
+            return Answers(*compiled(store, contexts, candidates, backoff, floor))
+    return look_up_vectorised(store, contexts, candidates, backoff, floor)
+
+
+@functools.cache
+def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor]] | None:
+    """Lookups in machine code, where Numba is installed."""
+    try:
+        from vllm_crossspec.ngram.compiled import look_up_compiled
+    except ImportError:
+        return None
+    return look_up_compiled
+
+
+def check_backoff(factor: float | None, key: str = "backoff") -> None:
+    """Raises ValueError for a factor that is none."""
+    if factor is not None and not 0 < factor <= 1:
+        raise ValueError(f"{key} {factor}: give a factor above 0 and up to 1 (0.4 is usual)")
+
+
+def look_up_vectorised(
+    store: NgramStore, contexts: torch.Tensor, candidates: torch.Tensor, backoff: float | None, floor: float
+) -> Answers:
+    """:func:`look_up` as PyTorch operations, on any device; int64 [M, K] and [M, C], K below the store's order."""
     num_rows, num_candidates = candidates.shape
-    rows = max(1, ROWS_AT_ONCE // max(1, num_candidates))
+    rows = max(1, LOOKUPS_AT_ONCE // max(1, num_candidates))
     if candidates.device.type != "cpu" or rows >= num_rows:
         return _look_up(store, contexts, candidates, backoff, floor)
     log_probs = torch.empty(candidates.shape)
@@ -63,18 +94,10 @@ def look_up(
     return Answers(log_probs, matched)
 
 
-def check_backoff(factor: float | None, key: str = "backoff") -> None:
-    """Raises ValueError for a factor that is none."""
-    if factor is not None and not 0 < factor <= 1:
-        raise ValueError(f"{key} {factor}: give a factor above 0 and up to 1 (0.4 is usual)")
-
-
 def _look_up(
     store: NgramStore, contexts: torch.Tensor, candidates: torch.Tensor, backoff: float | None, floor: float
 ) -> Answers:
-    candidates = candidates.long()
-    longest = min(store.order - 1, contexts.shape[1])
-    contexts = contexts[:, contexts.shape[1] - longest :].long()
+    longest = contexts.shape[1]
     known = (candidates >= 0) & (candidates < store.header.vocab_size)
     matched = torch.zeros(candidates.shape, dtype=torch.int8, device=candidates.device)
     nodes = torch.where(known, candidates, -1) if backoff is not None else torch.full_like(candidates, -1)
