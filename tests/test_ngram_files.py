@@ -357,3 +357,12 @@ def test_commands_refuse_in_one_sentence(tmp_path, arguments, says):
     with pytest.raises(ValueError, match=says) as problem:
         crossspec(*given)
     assert "\n" not in str(problem.value)
+
+
+def test_the_benchmark_runs(tmp_path):
+    script = Path(__file__).parents[1] / "benchmarks" / "ngram_lookup.py"
+    command = [sys.executable, str(script), "--nodes", "0.02", "--rows", "50", "--runs", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document["ours"]["lookups_per_second"] > 0 and document["at_the_papers_size"]["bytes_per_node"] < 12
+    assert 0 < document["ours"]["matched_share"][2] < 1
