@@ -1,0 +1,368 @@
+"""What goes into n-gram stores: .trie files, text and token files, builds that were killed; and `crossspec ngram`."""
+
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from ngram_counts import count, expected, random_tokens, write_trie
+from typer.testing import CliRunner
+
+from vllm_crossspec.cli.app import app
+from vllm_crossspec.ngram import build as builder
+from vllm_crossspec.ngram.build import build, make_plan
+from vllm_crossspec.ngram.inputs import cut, find_files, load_tokenizer, read_piece
+from vllm_crossspec.ngram.lookup import look_up
+from vllm_crossspec.ngram.store import check_contents, open_store
+from vllm_crossspec.ngram.trie import import_trie
+
+POCKET = Path(builder.__file__).parents[1] / "pocket" / "target"
+VOCAB_SIZE = 40
+
+
+def built(folder, ids, order, **settings):
+    np.save(folder / "ids.npy", ids)
+    path = folder / "built.safetensors"
+    build(make_plan([folder / "ids.npy"], order=order, vocab_size=VOCAB_SIZE, **settings), path)
+    return path
+
+
+# -- .trie --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [2, 3, 4, 5])
+@pytest.mark.parametrize("chunk", [1, 5, 1 << 20])
+def test_an_imported_trie_is_the_store_of_its_text(tmp_path, order, chunk):
+    ids = random_tokens(order, 150 if chunk == 1 else 700)
+    write_trie(tmp_path / "a.trie", count(ids, order), order, seed=chunk)
+    import_trie(tmp_path / "a.trie", tmp_path / "imported", vocab_size=VOCAB_SIZE, chunk=chunk)
+    assert (tmp_path / "imported").read_bytes() == built(tmp_path, ids, order).read_bytes()
+    assert not list(tmp_path.glob("*.work")) and not list(tmp_path.glob("*.partial"))
+
+
+def test_a_count_of_zero_is_a_match_without_probability(tmp_path):
+    """The reference's `reduce` can leave such nodes; their p is 0, and no shorter context is asked."""
+    counts = {(1,): 5, (2,): 5, (1, 2): 0, (2, 2): 3, (1, 2, 2): 0}
+    write_trie(tmp_path / "a.trie", counts, 3)
+    import_trie(tmp_path / "a.trie", tmp_path / "store", vocab_size=3)
+    store = open_store(tmp_path / "store")
+    check_contents(store, "store")
+    log_probs, matched = look_up(store, torch.tensor([[2, 1], [1, 2]]), torch.tensor([[2], [2]]))
+    assert matched.tolist() == [[1], [2]]
+    torch.testing.assert_close(log_probs, torch.full((2, 1), -23.02585))
+
+
+def node_offsets(content):
+    """Where each node of a .trie begins."""
+    at, offsets = 16, []
+    while at < len(content):
+        offsets.append(at)
+        at += 24 + 12 * struct.unpack_from("=Q", content, at + 16)[0]
+    return offsets
+
+
+def small_trie(path):
+    write_trie(path, count(random_tokens(1, 120), 3), 3)
+    return path.read_bytes()
+
+
+def changed(content, at, form, value):
+    return content[:at] + struct.pack(form, value) + content[at + struct.calcsize(form) :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda c, n: b"", "too few for a .trie"),
+        (lambda c, n: c[:30], "too few for a .trie"),
+        (lambda c, n: c[:-1], "ends in the middle"),
+        (lambda c, n: c[:-12], "more children than there is room|ends after|ends in the middle"),
+        (lambda c, n: c[: n[5]], "ends after|ends in the middle|children than there is room"),
+        (lambda c, n: c + bytes(24), "goes on after"),
+        (lambda c, n: changed(c, 0, "=Q", 7), "its order is 7"),
+        (lambda c, n: changed(c, 0, ">Q", 3), "another byte order"),
+        (lambda c, n: changed(c, 0, "=Q", 2), "children, which can be 0 at most"),
+        (lambda c, n: changed(c, 8, "=Q", len(n) - 1), "goes on after"),
+        (lambda c, n: changed(c, 8, "=Q", len(n) + 1), "ends after"),
+        (lambda c, n: changed(c, 8, "=Q", 1 << 62), "ends in the middle"),
+        (lambda c, n: changed(c, n[0] + 16, "=Q", 1 << 63), "more children than there is room"),
+        (lambda c, n: changed(c, n[3] + 16, "=Q", 1 << 20), "more children than there is room"),
+        (lambda c, n: changed(c, n[0] + 24, "=i", -4), "has token -4"),
+        (lambda c, n: changed(c, n[0] + 24, "=i", VOCAB_SIZE), "has token 40 where the vocabulary has 40"),
+        (lambda c, n: changed(c, n[0] + 28, "=Q", len(n)), "names node"),
+        (lambda c, n: changed(c, n[0] + 28, "=Q", 1 << 63), "names node"),
+        (lambda c, n: changed(c, n[0] + 28, "=Q", 0), "disagree"),
+        (lambda c, n: c[: n[0] + 24] + c[n[0] + 36 : n[0] + 48] + c[n[0] + 36 :], "two children with the same token"),
+        (lambda c, n: changed(c, n[4], "=i", 39), "disagree"),
+        (lambda c, n: changed(c, n[4] + 4, "=Q", 3), "disagree"),
+        (lambda c, n: changed(c, n[-1] + 12, "=i", -1), "below 0 or above its parent's"),
+        (lambda c, n: changed(c, n[-1] + 12, "=i", 1 << 30), "below 0 or above its parent's"),
+        # The last node is taken from its parent, and a lone one stands in for it.
+        (lambda c, n: changed(c, 8, "=Q", len(n) + 1) + struct.pack("=iQiQ", 1, 0, 1, 0), "hang on no other one"),
+    ],
+)
+@pytest.mark.parametrize("chunk", [13, 1 << 20])
+def test_damaged_tries(tmp_path, damage, says, chunk):
+    path = tmp_path / "a.trie"
+    content = small_trie(path)
+    path.write_bytes(damage(content, node_offsets(content)))
+    with pytest.raises(ValueError, match=says) as problem:
+        import_trie(path, tmp_path / "out", vocab_size=VOCAB_SIZE, chunk=chunk)
+    assert "\n" not in str(problem.value) and "a.trie" in str(problem.value)
+    assert os.listdir(tmp_path) == ["a.trie"]
+
+
+def test_a_trie_with_any_bit_changed_is_refused_or_sound(tmp_path):
+    path, rng = tmp_path / "a.trie", np.random.default_rng(0)
+    content = np.frombuffer(small_trie(path), dtype=np.uint8)
+    refused = 0
+    for at in rng.integers(0, len(content), 120):
+        damaged = content.copy()
+        damaged[at] ^= 1 << rng.integers(8)
+        path.write_bytes(damaged.tobytes())
+        try:
+            import_trie(path, tmp_path / "out", vocab_size=VOCAB_SIZE, chunk=50)
+        except ValueError as problem:
+            assert "\n" not in str(problem)
+            refused += 1
+            continue
+        check_contents(open_store(tmp_path / "out"), "out")
+    assert refused > 80
+
+
+@pytest.mark.skipif("CROSSSPEC_DART_REFERENCE" not in os.environ, reason="needs a checkout of fvliang/DART")
+@pytest.mark.parametrize("order", [2, 3, 4, 5])
+def test_the_references_own_answers(tmp_path, order):
+    """Their C++, compiled: the file that it saves, imported, answers as it does."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+    from ngram_reference import load_reference
+
+    build_folder = os.environ.get("CROSSSPEC_DART_BUILD", tmp_path / "build")
+    module = load_reference(Path(os.environ["CROSSSPEC_DART_REFERENCE"]), Path(build_folder))
+    ids = random_tokens(order, 3000)
+    trie = module.TrieNgram(order)
+    trie.add_tokens(torch.from_numpy(ids.astype(np.int32)))
+    trie.save(str(tmp_path / "a.trie"))
+    import_trie(tmp_path / "a.trie", tmp_path / "store", vocab_size=VOCAB_SIZE)
+    assert (tmp_path / "store").read_bytes() == built(tmp_path, ids, order).read_bytes()
+    rng = np.random.default_rng(order)
+    contexts = torch.from_numpy(rng.integers(0, VOCAB_SIZE, (500, order - 1)).astype(np.int32))
+    candidates = torch.from_numpy(rng.integers(0, VOCAB_SIZE, (500, 25)).astype(np.int32))
+    probabilities, matched, _ = module.look_up(trie, contexts, candidates)
+    store = open_store(tmp_path / "store")
+    answers = look_up(store, contexts, candidates)
+    assert torch.equal(answers.matched.int(), matched)
+    atol = store.header.max_error + 2e-5
+    torch.testing.assert_close(answers.log_probs, (probabilities + 1e-10).log(), rtol=0, atol=atol)
+
+
+# -- text and token files -----------------------------------------------------------------------------------------
+
+
+def test_text_tokens_and_pieces_say_the_same(tmp_path):
+    """Documents of text, the same as ids, and a row of ids with separators: one store."""
+    tokenizer = load_tokenizer(POCKET)
+    texts = [f"Question {i}: what is {i} plus {i * 3}?\nAn answer, {'very ' * (i % 4)}long." for i in range(30)]
+    end = tokenizer.token_to_id("<|im_end|>")
+    ids = [[*tokenizer.encode(text).ids, end] for text in texts]
+    for name in ("text", "ids", "row", "files"):
+        (tmp_path / name).mkdir()
+    lines = [json.dumps({"text": text}) for text in texts]
+    (tmp_path / "text" / "a.jsonl").write_text("\n".join(lines) + "\n\n")
+    (tmp_path / "ids" / "a.jsonl").write_text("\n".join(json.dumps({"tokens": row}) for row in ids))
+    np.save(tmp_path / "row" / "a.npy", np.array([token for row in ids for token in [*row, -1]], dtype=np.int32))
+    for i, text in enumerate(texts):
+        (tmp_path / "files" / f"{i}.txt").write_text(text)
+    contents = set()
+    for name in ("text", "ids", "row", "files"):
+        for piece_size in (1 << 20, 331):
+            out = tmp_path / "out"
+            plan = make_plan([tmp_path / name], tokenizer=POCKET, piece_size=piece_size)
+            assert plan.eos == end and plan.vocab_size == 4096
+            build(plan, out)
+            contents.add(out.read_bytes())
+    assert len(contents) == 1
+    counts = count([token for row in ids for token in [*row, -1]], 3)
+    assert open_store(out).header.num_nodes == len(counts)
+    log_probs, matched = look_up(open_store(out), torch.tensor([ids[3][:2]]), torch.tensor([ids[3][2:3]]))
+    log_prob, length = expected(counts, ids[3][:2], ids[3][2])
+    assert matched == length == 2 and abs(float(log_probs) - log_prob) < 1e-3
+
+
+def test_pieces_cut_files_anywhere(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(json.dumps({"tokens": [i] * (i % 7 + 1)}) for i in range(40)))
+    for size in (1, 10, 33, 10_000):
+        documents = [tokens.ids.tolist() for piece in cut([path], size) for tokens in read_piece(piece, 3, None, None)]
+        assert documents == [[i] * (i % 7 + 1) + [-1] for i in range(40)]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", b'{"text": "no tokenizer"}\n', "holds text: --tokenizer FOLDER"),
+        ("a.jsonl", b'{"tokens": [1]}\n{"tokens": [1, -2]}\n', r"a.jsonl \(line at byte 16\): a line is an object"),
+        ("a.jsonl", b"nonsense\n", r"a.jsonl \(line at byte 0\) is not JSON"),
+        ("a.jsonl", b'{"tokens": [1, 40]}\n', "a.jsonl: token 40 is none of a vocabulary of 40"),
+        ("a.txt", b"words", "text files need --tokenizer"),
+        ("a.npy", b"\x93NUMPY", "is no whole .npy file"),
+        ("a.csv", b"1,2", "name a folder, or a file that ends in"),
+    ],
+)
+def test_inputs_that_are_none(tmp_path, name, content, says):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=says) as problem:
+        build(make_plan([tmp_path / name], vocab_size=VOCAB_SIZE), tmp_path / "out")
+    assert "\n" not in str(problem.value) and not (tmp_path / "out").exists()
+
+
+def test_settings_that_cannot_be(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"tokens": [1]}')
+    for settings, says in (
+        ({"order": 6, "vocab_size": 40}, "--order 6: choose 2 to 5"),
+        ({"order": 1, "vocab_size": 40}, "--order 1: choose 2 to 5"),
+        ({"bits": 4, "vocab_size": 40}, "--bits 4: choose 8 or 16"),
+        ({"min_count": 0, "vocab_size": 40}, "--min-count 0"),
+        ({"vocab_size": 1 << 22}, "--vocab-size 4194304"),
+        ({"tokenizer": POCKET, "vocab_size": 40}, "the tokenizer has 4096 tokens"),
+        ({"tokenizer": tmp_path}, "there is no tokenizer.json"),
+        ({}, "token files need --tokenizer FOLDER"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            make_plan([tmp_path / "a.jsonl"], **settings)
+    with pytest.raises(ValueError, match="the folder has no"):
+        find_files([_empty(tmp_path)])
+
+
+def _empty(folder):
+    (folder / "empty").mkdir()
+    return folder / "empty"
+
+
+# -- killed builds ------------------------------------------------------------------------------------------------
+
+KILLED = """
+import sys
+from pathlib import Path
+from vllm_crossspec.ngram import build as builder
+pieces = []
+real = builder.write_runs
+def slow(batches, keys, budget, stem):
+    pieces.append(stem)
+    names = real(batches, keys, budget, stem)
+    if len(pieces) == 4:  # its runs are written, its mark is not
+        print("ready", flush=True)
+        sys.stdin.read()
+    return names
+builder.write_runs = slow
+folder = Path(sys.argv[1])
+builder.build(builder.make_plan([folder / "ids.npy"], vocab_size=40, piece_size=100), folder / "out", memory=20_000)
+"""
+
+
+def test_a_killed_build_goes_on(tmp_path, monkeypatch):
+    ids = random_tokens(9, 1000)
+    wanted = built(tmp_path, ids, 3).read_bytes()
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "out").exists()
+    counted = []
+    real = builder.count_piece
+    monkeypatch.setattr(builder, "count_piece", lambda *args: counted.append(args[3]) or real(*args))
+    plan = make_plan([tmp_path / "ids.npy"], vocab_size=40, piece_size=100)
+    with pytest.raises(ValueError, match="holds another build, or this one with other settings"):
+        build(make_plan([tmp_path / "ids.npy"], vocab_size=40, piece_size=99), tmp_path / "out")
+    build(plan, tmp_path / "out")
+    assert counted == [3, 4, 5, 6, 7, 8, 9]
+    assert (tmp_path / "out").read_bytes() == wanted and not (tmp_path / "out.work").exists()
+
+
+def test_other_inputs_are_another_build(tmp_path):
+    np.save(tmp_path / "ids.npy", random_tokens(1, 200))
+    plan = make_plan([tmp_path / "ids.npy"], vocab_size=40)
+    builder._open_folder(tmp_path / "out.work", plan)
+    time.sleep(0.01)
+    np.save(tmp_path / "ids.npy", random_tokens(2, 200))
+    with pytest.raises(ValueError, match="holds another build"):
+        build(make_plan([tmp_path / "ids.npy"], vocab_size=40), tmp_path / "out")
+
+
+# -- crossspec ngram ----------------------------------------------------------------------------------------------
+
+
+def crossspec(*arguments):
+    result = CliRunner().invoke(app, ["ngram", *map(str, arguments)], env={"COLUMNS": "160"})
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_commands(tmp_path):
+    text, store = tmp_path / "a.jsonl", tmp_path / "store.safetensors"
+    text.write_text("\n".join(json.dumps({"text": f"The sum is {i % 3}."}) for i in range(60)))
+    shown = crossspec("build", text, "--tokenizer", POCKET, "--out", store, "--order", 4)
+    assert "off by 0.000" in shown and "of 4" in shown
+    shown = crossspec("info", store, "--check")
+    assert "4,096 tokens" in shown and "every node" in shown and "bytes an n-gram" in shown
+    shown = crossspec("query", store, "--tokenizer", POCKET, "--text", "The sum is")
+    assert "'The sum is'" in shown or "sum is" in shown
+    assert shown.count("0.333") == 3 or "1.0000" in shown
+    eos = load_tokenizer(POCKET).token_to_id("<|im_end|>")
+    shown = crossspec("query", store, "--tokens", eos, "--candidates", f"{eos},5", "--backoff", 0.4)
+    assert len([line for line in shown.splitlines() if f" {eos} " in line or " 5 " in line]) >= 2
+    write_trie(tmp_path / "a.trie", count(random_tokens(1, 300), 3), 3)
+    imported = tmp_path / "imported.safetensors"
+    assert "not named" in crossspec("import", tmp_path / "a.trie", "--vocab-size", 40, "--out", imported, "--bits", 8)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["query", "{store}"], "say what came before"),
+        (["query", "{store}", "--text", "a"], "--text needs --tokenizer"),
+        (["query", "{store}", "--tokens", "1,x"], "--tokens 1,x: give token ids"),
+        (["query", "{store}", "--tokens", "1", "--order", "4"], "choose an order of 2 to 3"),
+        (["query", "{store}", "--tokens", "1", "--backoff", "1.5"], "--backoff 1.5: give a factor"),
+        (["query", "{named}", "--tokens", "1", "--tokenizer", str(POCKET)], "another tokenizer"),
+        (["info", "{store}.none"], "there is no such file"),
+        (["build", "{store}", "--out", "{folder}/x", "--vocab-size", "4"], "name a folder, or a file that ends in"),
+        (["build", "{folder}", "--out", "{folder}", "--vocab-size", "4"], "--out .*: name a file in a folder"),
+        (["import", "{store}", "--out", "{folder}/x"], "a .trie does not name its tokenizer"),
+        (["import", "{store}", "--out", "{folder}/x", "--vocab-size", "40"], "it is no .trie"),
+    ],
+)
+def test_commands_refuse_in_one_sentence(tmp_path, arguments, says):
+    store = built(tmp_path, random_tokens(1, 300), 3)
+    other = tmp_path / "other"
+    other.mkdir()
+    content = json.loads((POCKET / "tokenizer.json").read_text())
+    content["added_tokens"] = []
+    (other / "tokenizer.json").write_text(json.dumps(content))
+    named = tmp_path / "named.safetensors"
+    if "{named}" in arguments:
+        build(make_plan([tmp_path / "ids.npy"], tokenizer=other), named)
+    given = [part.format(store=store, folder=tmp_path, named=named) for part in arguments]
+    with pytest.raises(ValueError, match=says) as problem:
+        crossspec(*given)
+    assert "\n" not in str(problem.value)
+
+
+def test_the_benchmark_runs(tmp_path):
+    script = Path(__file__).parents[1] / "benchmarks" / "ngram_lookup.py"
+    command = [sys.executable, str(script), "--nodes", "0.02", "--rows", "50", "--runs", "1"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document["ours"]["lookups_per_second"] > 0 and document["at_the_papers_size"]["bytes_per_node"] < 12
+    assert 0 < document["ours"]["matched_share"][2] < 1
