@@ -9,6 +9,7 @@ from vllm_crossspec.tree import naive
 from vllm_crossspec.tree.base import tree_kind, tree_kinds
 from vllm_crossspec.tree.best_first import best_first
 from vllm_crossspec.tree.chain import chain
+from vllm_crossspec.tree.continuity import ContinuityTree
 from vllm_crossspec.tree.dynamic import DynamicTree
 from vllm_crossspec.tree.to_chain import to_chain
 from vllm_crossspec.types import TokenTree
@@ -329,17 +330,23 @@ def test_every_prefix_of_a_chain_made_of_an_empty_tree_is_empty():
 
 def test_registry_loads_every_builder():
     builders = {name: tree_kind(name, "tree.type").load_builder() for name in tree_kinds()}
-    assert builders == {"chain": chain, "dynamic": DynamicTree, "best_first": best_first}
+    assert builders == {
+        "chain": chain,
+        "dynamic": DynamicTree,
+        "best_first": best_first,
+        "continuity": ContinuityTree,
+    }
     assert dict(tree_kind("dynamic", "").defaults) == {"depth": 8, "top_k": 10, "num_nodes": 60}
-    assert dict(tree_kind("best_first", "").defaults) == {"num_nodes": 60}
+    assert dict(tree_kind("best_first", "").defaults) == {"num_nodes": 60, "ngram_weight": 0.5}
     assert {name: tree_kind(name, "").needs for name in tree_kinds()} == {
         "chain": "tokens",
         "dynamic": "levels",
         "best_first": "marginals",
+        "continuity": "marginals",
     }
     with pytest.raises(ValueError, match="speculative_config.tree.type: no tree is called 'dynamo'; did you mean"):
         tree_kind("dynamo", "speculative_config.tree.type")
-    with pytest.raises(ValueError, match="known: chain, dynamic, best_first"):
+    with pytest.raises(ValueError, match="known: best_first, chain, continuity, dynamic"):
         tree_kind("star", "tree.type")
 
 

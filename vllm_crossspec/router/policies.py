@@ -1,7 +1,8 @@
 """The registry of routing policies. It needs neither torch nor Triton, so that configurations are checked quickly."""
 
-import difflib
 from typing import NamedTuple
+
+from vllm_crossspec.names import look_up
 
 
 class PolicyKind(NamedTuple):
@@ -65,8 +66,4 @@ def policy_kind(name: str, key: str) -> PolicyKind:
     Raises:
         ValueError: there is none; the sentence names ``key`` and the nearest policy.
     """
-    if name not in _KINDS:
-        close = difflib.get_close_matches(str(name), _KINDS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(_KINDS)}"
-        raise ValueError(f"{key}: no routing policy is called {name!r}; {hint}")
-    return _KINDS[name]
+    return look_up(name, _KINDS, key, "routing policy")

@@ -1,10 +1,11 @@
 """The registry of tree builders: a kind of tree is one entry here and one module beside it, imported when asked for."""
 
-import difflib
 from collections.abc import Mapping
 from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
+
+from vllm_crossspec.names import look_up
 
 Supply = Literal["tokens", "levels", "marginals"]
 """What a drafter can yield.
@@ -28,7 +29,7 @@ class TreeKind(NamedTuple):
     name: str
     builder: str
     needs: Supply
-    defaults: Mapping[str, int]
+    defaults: Mapping[str, int | float]
 
     def load_builder(self) -> Any:
         """The builder; imports Triton."""
@@ -55,7 +56,23 @@ _KINDS = {
             name="best_first",
             builder="vllm_crossspec.tree.best_first:best_first",
             needs="marginals",
-            defaults=MappingProxyType({"num_nodes": 60}),
+            defaults=MappingProxyType({"num_nodes": 60, "ngram_weight": 0.5}),
+        ),
+        TreeKind(
+            name="continuity",
+            builder="vllm_crossspec.tree.continuity:ContinuityTree",
+            needs="marginals",
+            # The paper's, appendix D.
+            defaults=MappingProxyType(
+                {
+                    "num_nodes": 60,
+                    "top_k": 25,
+                    "beam_width": 20,
+                    "ngram_weight": 0.5,
+                    "logit_decay": 0.9,
+                    "level_decay": 0.7,
+                }
+            ),
         ),
     )
 }
@@ -72,8 +89,4 @@ def tree_kind(name: str, key: str) -> TreeKind:
     Raises:
         ValueError: there is none; the sentence names ``key`` and the nearest kind.
     """
-    if name not in _KINDS:
-        close = difflib.get_close_matches(str(name), _KINDS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(_KINDS)}"
-        raise ValueError(f"{key}: no tree is called {name!r}; {hint}")
-    return _KINDS[name]
+    return look_up(name, _KINDS, key, "tree")

@@ -7,10 +7,14 @@ those of the kernels, whose own truth is :mod:`vllm_crossspec.tree.naive`.
 
 import torch
 
+from vllm_crossspec.ngram.lookup import EPSILON, check_backoff, look_up
+from vllm_crossspec.ngram.store import NgramStore
+from vllm_crossspec.tree.continuity import Scoring
 from vllm_crossspec.tree.dynamic import Beam
 from vllm_crossspec.types import TokenTree
 
 _NEVER = float("-inf")
+_LARGEST = 3.0e38
 _WORD_BITS = 32
 
 
@@ -33,6 +37,19 @@ def _write(out: TokenTree, tokens: torch.Tensor, parents: torch.Tensor, log_prob
     out.parents[:num_reqs, :num_nodes] = parents.masked_fill(~is_live, 0).to(out.parents.dtype)
     out.log_probs[:num_reqs, :num_nodes] = log_probs
     out.sizes[:num_reqs] = is_live.sum(dim=1, dtype=out.sizes.dtype)
+
+
+def _keep_best(
+    log_probs: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, num_nodes: int, out: TokenTree
+) -> None:
+    """The best of all candidates [R, n], whose parents are candidates (-1 for the root), as trees."""
+    order = _falling(log_probs, log_probs.shape[1])
+    places = torch.empty_like(order)
+    places.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
+    order = order[:, :num_nodes]
+    rows = parents.gather(1, order)
+    rows = torch.where(rows < 0, 0, places.gather(1, rows.clamp(min=0)) + 1)
+    _write(out, tokens.gather(1, order), rows, log_probs.gather(1, order))
 
 
 def best_first(*, log_probs: torch.Tensor, tokens: torch.Tensor, num_nodes: int, out: TokenTree) -> None:
@@ -87,13 +104,7 @@ class DynamicTree:
 
     def finish(self, out: TokenTree) -> None:
         """See :meth:`vllm_crossspec.tree.dynamic.DynamicTree.finish`."""
-        order = _falling(self._log_probs, self._log_probs.shape[1])
-        places = torch.empty_like(order)
-        places.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
-        order = order[:, : self.num_nodes]
-        parents = self._parents.gather(1, order)
-        parents = torch.where(parents < 0, 0, places.gather(1, parents.clamp(min=0)) + 1)
-        _write(out, self._tokens.gather(1, order), parents, self._log_probs.gather(1, order))
+        _keep_best(self._log_probs, self._tokens, self._parents, self.num_nodes, out)
 
     def _take(self, level: int, log_probs: torch.Tensor, tokens: torch.Tensor) -> Beam:
         num_reqs, k, first = log_probs.shape[0], self.top_k, self._tokens.shape[1]
@@ -115,3 +126,76 @@ class DynamicTree:
         self._masks[:, torch.arange(k, device=own.device), own // _WORD_BITS] |= bits
         tokens = tokens.gather(1, chosen).masked_fill(~is_live, 0)
         return Beam(tokens, parents.to(torch.int32), best, self._masks)
+
+
+class ContinuityTree:
+    """See :class:`vllm_crossspec.tree.continuity.ContinuityTree`."""
+
+    def __init__(
+        self,
+        *,
+        num_nodes: int,
+        depth: int,
+        top_k: int,
+        beam_width: int,
+        max_num_reqs: int,
+        device: torch.device,
+        scoring: Scoring,
+        store: NgramStore | None,
+        stop_tokens: tuple[int, ...] = (),
+        backoff: float | None = None,
+    ):
+        check_backoff(backoff)
+        self.num_nodes, self.depth, self.top_k, self.beam_width = num_nodes, depth, top_k, beam_width
+        self.scoring, self.backoff = scoring, backoff
+        self.store = store if scoring.ngram_weight else None
+        self._stop_tokens = torch.tensor(stop_tokens, dtype=torch.int64, device=device)
+        weights = [scoring.logit_weight(level) for level in range(depth)]
+        self._weights = torch.tensor(weights, dtype=torch.float64, device=device)
+
+    def build(
+        self, *, log_probs: torch.Tensor, tokens: torch.Tensor, contexts: torch.Tensor | None, out: TokenTree
+    ) -> None:
+        """See :meth:`vllm_crossspec.tree.continuity.ContinuityTree.build`."""
+        (num_reqs, levels, count), device = log_probs.shape, log_probs.device
+        weighted, is_stop = self._weigh(log_probs), torch.isin(tokens, self._stop_tokens)
+        longest = self.store.order - 1 if self.store is not None else 0
+        paths = contexts[:, None, contexts.shape[1] - longest :].long() if contexts is not None and longest else None
+        above, beam = torch.zeros(num_reqs, 1, device=device), torch.full((num_reqs, 1), -1, device=device)
+        scores, parents, drafted = [], [], []
+        first = 0
+        for level in range(levels):
+            increments = weighted[:, level, None]
+            if level and paths is not None:
+                increments = increments + self._continuity(level, paths, tokens[:, level])
+            found = (above[:, :, None] + increments).flatten(1)
+            scores.append(found)
+            parents.append(beam.repeat_interleave(count, dim=1))
+            drafted.append(tokens[:, level].repeat(1, beam.shape[1]))
+            is_open = ~is_stop[:, level].repeat(1, beam.shape[1])
+            found = found.masked_fill(~is_open, _NEVER)
+            chosen = _falling(found, self.beam_width)
+            above, beam = found.gather(1, chosen), first + chosen
+            if paths is not None:
+                kept = paths.gather(1, (chosen // count)[:, :, None].expand(-1, -1, longest))
+                paths = torch.cat([kept[:, :, 1:], drafted[-1].gather(1, chosen)[:, :, None]], dim=2)
+            first += found.shape[1]
+        _keep_best(torch.cat(scores, 1), torch.cat(drafted, 1), torch.cat(parents, 1), self.num_nodes, out)
+
+    def _weigh(self, log_probs: torch.Tensor) -> torch.Tensor:
+        """float32 [R, K, C]; in float64 on the way, as the kernel."""
+        x = log_probs.double().clamp(max=_LARGEST)
+        is_live = x > _NEVER
+        if self.scoring.renormalises:
+            share = x.masked_fill(~is_live, _NEVER).softmax(dim=2)
+            x = (share + EPSILON).log()
+        x = self._weights[: x.shape[1], None] * x.clamp(max=0.0)
+        return torch.where(is_live, x, _NEVER).float()
+
+    def _continuity(self, level: int, paths: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        """float32 [R, beams, C], the level's n-gram term after paths [R, beams, L]."""
+        assert self.store is not None
+        shape = (*paths.shape[:2], tokens.shape[1])
+        asked = tokens[:, None].expand(shape).reshape(-1, shape[2])
+        found = look_up(self.store, paths.flatten(0, 1), asked, backoff=self.backoff).log_probs
+        return (self.scoring.continuity_weight(level) * found).clamp(max=0.0).view(shape)

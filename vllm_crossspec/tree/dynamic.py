@@ -161,8 +161,8 @@ def _gather_kernel(
     candidate_log_probs_ptr,  # float32 [S, C]
     candidate_tokens_ptr,  # int64 [S, C]
     candidates_stride,
-    beam_candidates_ptr,  # int32 [D, S, k]
-    beam_stride,  # S * k
+    beam_candidates_ptr,  # int32 [D, S, w]
+    beam_stride,  # S * w
     ranks_ptr,  # int32 [S, C]
     order_ptr,  # int32 [S, N]
     order_stride,
@@ -175,6 +175,7 @@ def _gather_kernel(
     sizes_ptr,  # int32 [R]
     width,
     TOP_K: tl.constexpr,
+    BEAM_WIDTH: tl.constexpr,  # w
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -185,18 +186,90 @@ def _gather_kernel(
     token = tl.load(candidate_tokens_ptr + candidates + c, mask=is_node, other=0)
     log_prob = tl.load(candidate_log_probs_ptr + candidates + c, mask=is_node, other=float("-inf"))
 
-    # Candidate k + l * k * k + b * k + i is child i of beam node b of level l + 1.
+    # Candidate k + l * w * k + b * k + i is child i of beam node b of level l + 1.
     has_parent = is_node & (c >= TOP_K)
     deeper = tl.where(has_parent, c - TOP_K, 0)
-    level = (deeper // (TOP_K * TOP_K)).to(tl.int64)
-    beam = (deeper // TOP_K) % TOP_K
-    parent = tl.load(beam_candidates_ptr + level * beam_stride + row * TOP_K + beam, mask=has_parent, other=0)
+    level = (deeper // (BEAM_WIDTH * TOP_K)).to(tl.int64)
+    beam = (deeper // TOP_K) % BEAM_WIDTH
+    parent = tl.load(beam_candidates_ptr + level * beam_stride + row * BEAM_WIDTH + beam, mask=has_parent, other=0)
     parent_row = tl.load(ranks_ptr + candidates + parent, mask=has_parent, other=-1) + 1
 
     inside = n < width
     tl.store(tokens_ptr + row * tokens_stride + n, token, mask=inside)
     tl.store(parents_ptr + row * parents_stride + n, parent_row, mask=inside)
     tl.store(log_probs_ptr + row * log_probs_stride + n, log_prob, mask=inside)
+
+
+class Pool(NamedTuple):
+    """All candidates of a batch, what is known of them, and room to order them; persistent buffers.
+
+    Candidates of a request: k of level 1, then w * k of every further level, child i of beam node b at b * k + i.
+
+    Attributes:
+        log_probs: float32 [S, C] of the path from the root; -inf for a dead candidate.
+        tokens: int64 [S, C].
+        beam_candidates: int32 [D, S, w], each beam node's own candidate.
+        ranks: int32 [S, C].
+        order: int32 [S, N].
+    """
+
+    log_probs: torch.Tensor
+    tokens: torch.Tensor
+    beam_candidates: torch.Tensor
+    ranks: torch.Tensor
+    order: torch.Tensor
+
+
+def keep_best(pool: Pool, num_reqs: int, levels: int, top_k: int, out: TokenTree) -> None:
+    """The best N of all candidates as trees, in falling order, earlier ones first at ties; two launches.
+
+    Args:
+        pool: no child in it is better than its parent.
+        num_reqs: R, rows of ``pool`` that count.
+        levels: that it holds.
+        top_k: k.
+        out: its first R rows are written over their whole width >= N; dead nodes get token 0, parent 0 and
+            log-probability -inf.
+    """
+    beam_width, num_nodes, width = pool.beam_candidates.shape[2], pool.order.shape[1], out.tokens.shape[1]
+    num_candidates = top_k + (levels - 1) * beam_width * top_k
+    block, others = 32, 128
+    if triton.knobs.runtime.interpret:  # there the number of operations is what costs, not their size
+        block = others = min(1024, triton.next_power_of_2(num_candidates))
+    assert num_nodes <= width
+    _rank_kernel[(num_reqs, triton.cdiv(num_candidates, block))](
+        pool.log_probs,
+        pool.log_probs.stride(0),
+        pool.ranks,
+        pool.order,
+        pool.order.stride(0),
+        out.sizes,
+        num_candidates,
+        num_nodes,
+        BLOCK_I=block,
+        BLOCK_J=others,
+    )
+    _gather_kernel[(num_reqs,)](
+        pool.log_probs,
+        pool.tokens,
+        pool.log_probs.stride(0),
+        pool.beam_candidates,
+        pool.beam_candidates.stride(0),
+        pool.ranks,
+        pool.order,
+        pool.order.stride(0),
+        out.tokens,
+        out.tokens.stride(0),
+        out.parents,
+        out.parents.stride(0),
+        out.log_probs,
+        out.log_probs.stride(0),
+        out.sizes,
+        width,
+        TOP_K=top_k,
+        BEAM_WIDTH=beam_width,
+        BLOCK=triton.next_power_of_2(width),
+    )
 
 
 class DynamicTree:
@@ -272,44 +345,9 @@ class DynamicTree:
             out: its first R rows are written over their whole width >= ``num_nodes``; dead nodes get token 0,
                 parent 0 and log-probability -inf. ``sizes`` is below ``num_nodes`` where there are fewer candidates.
         """
-        num_reqs, width = self._num_reqs, out.tokens.shape[1]
-        num_candidates = self.top_k + (self._levels - 1) * self.top_k**2
-        block, others = 32, 128
-        if triton.knobs.runtime.interpret:  # there the number of operations is what costs, not their size
-            block = others = min(1024, triton.next_power_of_2(num_candidates))
-        assert self.num_nodes <= width and self._levels
-        _rank_kernel[(num_reqs, triton.cdiv(num_candidates, block))](
-            self._log_probs,
-            self._log_probs.stride(0),
-            self._ranks,
-            self._order,
-            self._order.stride(0),
-            out.sizes,
-            num_candidates,
-            self.num_nodes,
-            BLOCK_I=block,
-            BLOCK_J=others,
-        )
-        _gather_kernel[(num_reqs,)](
-            self._log_probs,
-            self._tokens,
-            self._log_probs.stride(0),
-            self._beam_candidates,
-            self._beam_candidates.stride(0),
-            self._ranks,
-            self._order,
-            self._order.stride(0),
-            out.tokens,
-            out.tokens.stride(0),
-            out.parents,
-            out.parents.stride(0),
-            out.log_probs,
-            out.log_probs.stride(0),
-            out.sizes,
-            width,
-            TOP_K=self.top_k,
-            BLOCK=triton.next_power_of_2(width),
-        )
+        assert self._levels
+        pool = Pool(self._log_probs, self._tokens, self._beam_candidates, self._ranks, self._order)
+        keep_best(pool, self._num_reqs, self._levels, self.top_k, out)
         self._levels = 0
 
     def _take(self, level: int, log_probs: torch.Tensor, tokens: torch.Tensor) -> Beam:

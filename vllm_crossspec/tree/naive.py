@@ -3,14 +3,21 @@
 Arguments, outputs and ties are those of the kernels. Sums are float32 and in the same order, so trees compare exactly.
 """
 
+import math
 from itertools import product
+from typing import NamedTuple
 
 import torch
 
+from vllm_crossspec.ngram.lookup import EPSILON
+from vllm_crossspec.ngram.naive import look_up_level_naive
+from vllm_crossspec.ngram.store import NgramStore
+from vllm_crossspec.tree.continuity import Scoring
 from vllm_crossspec.tree.dynamic import Beam
 from vllm_crossspec.types import TokenTree
 
 _NEVER = float("-inf")
+_LARGEST = 3.0e38
 
 
 def _as_log_prob(x: torch.Tensor) -> torch.Tensor:
@@ -148,6 +155,81 @@ class DynamicTree:
             for word in range(self.mask_words):
                 bits = sum(1 << (i % 32) for i in seen if i // 32 == word)
                 beam.masks[row, j, word] = bits - (1 << 32) if bits >= 1 << 31 else bits
+
+
+def weigh(log_probs: list[float], level: int, scoring: Scoring) -> list[float]:
+    """Of one position's candidates: logit_weight * level_weight * ln p, -inf where a candidate must not be drafted."""
+    log_probs = [min(x, _LARGEST) if x > _NEVER else _NEVER for x in log_probs]
+    live = [x for x in log_probs if x > _NEVER]
+    total = math.fsum(math.exp(x - max(live)) for x in live)
+
+    def one(x: float) -> float:
+        if x == _NEVER:
+            return _NEVER
+        log_prob = math.log(math.exp(x - max(live)) / total + EPSILON) if scoring.renormalises else x
+        return scoring.logit_weight(level) * min(log_prob, 0.0)
+
+    return [one(x) for x in log_probs]
+
+
+class _Node(NamedTuple):
+    """A candidate of any level: float32 score, where it hangs (a candidate's number, -1 for the root), its path."""
+
+    score: torch.Tensor
+    parent: int
+    path: tuple[int, ...]
+
+
+def continuity(
+    *,
+    log_probs: torch.Tensor,
+    tokens: torch.Tensor,
+    contexts: torch.Tensor | None,
+    num_nodes: int,
+    beam_width: int,
+    scoring: Scoring,
+    store: NgramStore | None,
+    out: TokenTree,
+    stop_tokens: tuple[int, ...] = (),
+    backoff: float | None = None,
+) -> None:
+    """See :class:`vllm_crossspec.tree.continuity.ContinuityTree`: the truth, one request and node at a time.
+
+    ``scoring`` and what follows are the class's own arguments, the others those of its ``build``.
+    """
+    _clear(out, log_probs.shape[0])
+    store = store if scoring.ngram_weight else None
+    for row in range(log_probs.shape[0]):
+        before = tuple(contexts[row].tolist()) if contexts is not None else ()
+        nodes: list[_Node] = []
+        beam = [-1]
+        for level, given in enumerate(tokens[row]):
+            weighted = weigh(log_probs[row, level].tolist(), level, scoring)
+            first = len(nodes)
+            for place in beam:
+                above = nodes[place] if place >= 0 else _Node(torch.tensor(0.0), -1, ())
+                increments = torch.tensor(weighted)
+                if level and store is not None:
+                    context = torch.tensor((*before, *above.path))[None, None]
+                    found, _ = look_up_level_naive(store, context, given[None, None], backoff=backoff)
+                    increments = increments + (scoring.continuity_weight(level) * found[0, 0]).clamp(max=0.0)
+                nodes += [
+                    _Node(score, place, (*above.path, int(token)))
+                    for score, token in zip(above.score + increments, given, strict=True)
+                ]
+            ranked = _live(nodes, range(first, len(nodes)))
+            beam = [n for n in ranked if nodes[n].path[-1] not in stop_tokens][:beam_width]
+        ranked = _live(nodes, range(len(nodes)))
+        rows = {-1: 0} | {n: i + 1 for i, n in enumerate(ranked)}
+        for i, n in enumerate(ranked[:num_nodes]):
+            out.tokens[row, i], out.log_probs[row, i] = nodes[n].path[-1], nodes[n].score
+            out.parents[row, i], out.sizes[row] = rows[nodes[n].parent], i + 1
+
+
+def _live(nodes: list[_Node], among: range) -> list[int]:
+    """Those that may be drafted, by falling score, the earlier first at ties."""
+    scores = {n: float(nodes[n].score) for n in among}
+    return sorted((n for n in among if scores[n] > _NEVER), key=lambda n: (-scores[n], n))
 
 
 def to_chain(

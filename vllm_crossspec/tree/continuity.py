@@ -1,0 +1,402 @@
+"""Continuity-aware tree pruning (DART, Algorithm 1 and appendix D): a beam over a parallel drafter's marginals.
+
+A parallel drafter says of every position which tokens are likely there, but not which of them go together. Each level
+of the tree adds to a path's score the drafter's ln p and the n-gram model's ln p of the token after the path so far;
+the best nodes of a level are expanded further, and the best of all levels are the tree.
+
+Shape legend: R requests, S most requests, K positions (levels), D most levels, C candidates of a position, B beam
+width, L context tokens of a lookup (the store's order - 1), M candidates in all: C of level 0 and B * C of every
+further one, N draft nodes.
+
+Launches, whatever the batch: 1 to weigh the drafter's log-probabilities; for each level 1 to extend the beam, and,
+with n-grams, 1 to look them up before it but at level 0; 2 to finish. Of 8 levels: 18, and 11 without n-grams.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_crossspec.ngram.kernels import look_up_level
+from vllm_crossspec.ngram.lookup import EPSILON, check_backoff
+from vllm_crossspec.ngram.store import NgramStore
+from vllm_crossspec.tree.dynamic import MAX_NODES, Pool, keep_best
+from vllm_crossspec.types import TokenTree
+
+_EPSILON = tl.constexpr(EPSILON)
+_LARGEST = tl.constexpr(3.0e38)
+
+
+class Scoring(NamedTuple):
+    """How a node's score grows from its parent's: level_weight * (logit_weight * ln p + ngram_weight * ln p_ngram).
+
+    The defaults are the paper's (appendix D). Levels count from 0; level 0 has no n-gram term, as in the authors'
+    program.
+
+    Attributes:
+        ngram_weight: 0 or more; 0 for no n-gram term.
+        logit_decay: 0 to 1; logit_weight = logit_decay ** level.
+        level_decay: 0 or more; level_weight = (level + 1) ** -level_decay.
+        renormalises: ln p is ln(softmax over the position's given candidates + 1e-10), so that it does not matter
+            whether they come as logits or as log-probabilities. False: ln p is what is given, at most 0.
+    """
+
+    ngram_weight: float = 0.5
+    logit_decay: float = 0.9
+    level_decay: float = 0.7
+    renormalises: bool = True
+
+    def logit_weight(self, level: int) -> float:
+        """What ln p is multiplied by."""
+        return float(self.logit_decay**level * (level + 1) ** -self.level_decay)
+
+    def continuity_weight(self, level: int) -> float:
+        """What ln p_ngram is multiplied by."""
+        return float(self.ngram_weight * (level + 1) ** -self.level_decay) if level else 0.0
+
+
+@triton.jit
+def _weigh_kernel(
+    log_probs_ptr,  # float [R, K, C]
+    log_probs_stride_r,
+    log_probs_stride_k,
+    weights_ptr,  # float64 [D], of ln p at each level
+    weighted_ptr,  # float32 [R, K, C] out
+    num_levels,
+    num_candidates,
+    RENORMALISES: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    level = tl.arange(0, BLOCK_K)[:, None]
+    c = tl.arange(0, BLOCK_C)[None, :]
+    inside = (level < num_levels) & (c < num_candidates)
+    source = row * log_probs_stride_r + level.to(tl.int64) * log_probs_stride_k + c
+    # In float64, so that every implementation rounds to the same float32.
+    x = tl.load(log_probs_ptr + source, mask=inside, other=float("-inf")).to(tl.float64)
+    # A NaN compares false and so counts as impossible.
+    is_live = x > float("-inf")
+    x = tl.where(is_live, tl.minimum(x, _LARGEST), -_LARGEST)
+    if RENORMALISES:
+        share = tl.where(is_live, tl.exp(x - tl.max(x, axis=1)[:, None]), 0.0)
+        total = tl.sum(share, axis=1)[:, None]
+        x = tl.log(share / tl.where(total > 0, total, 1.0) + _EPSILON)
+    weight = tl.load(weights_ptr + level, mask=level < num_levels, other=0.0)
+    x = tl.where(is_live, weight * tl.minimum(x, 0.0), float("-inf")).to(tl.float32)
+    target = (row * num_levels + level) * num_candidates + c
+    tl.store(weighted_ptr + target, x, mask=inside)
+
+
+@triton.jit(do_not_specialize=["level"])
+def _extend_kernel(
+    weighted_ptr,  # float32 [R, K, C]
+    weighted_stride,  # K * C
+    ngram_ptr,  # float32 [R, B, C] ln p after each beam node; read where HAS_NGRAM
+    tokens_ptr,  # int64 [R, K, C]
+    tokens_stride_r,
+    tokens_stride_k,
+    contexts_ptr,  # int [R, B, L], the last tokens of each beam node; [R, 1, L] at level 0
+    contexts_stride_r,
+    contexts_stride_b,
+    stop_tokens_ptr,  # int64 [NUM_STOPS]
+    candidate_scores_ptr,  # float32 [S, M]
+    candidate_tokens_ptr,  # int64 [S, M]
+    candidates_stride,
+    beam_scores_ptr,  # float32 [D, S, B]
+    beam_candidates_ptr,  # int32 [D, S, B], each beam node's own candidate
+    beam_stride,  # S * B
+    beam_contexts_ptr,  # int32 [D, S, B, L]
+    level,  # from 0
+    ngram_weight,  # of this level
+    IS_FIRST: tl.constexpr,
+    IS_LAST: tl.constexpr,  # no beam is needed
+    HAS_NGRAM: tl.constexpr,
+    NUM_STOPS: tl.constexpr,
+    NUM_CANDIDATES: tl.constexpr,  # C
+    BEAM_WIDTH: tl.constexpr,  # B
+    LONGEST: tl.constexpr,  # L; 0 without n-grams
+    BLOCK_I: tl.constexpr,
+    BLOCK_J: tl.constexpr,
+    BLOCK_B: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    now = level.to(tl.int64) * beam_stride + row * BEAM_WIDTH
+    before = now - beam_stride
+    weighted_ptr += row * weighted_stride + level * NUM_CANDIDATES
+    ngram_ptr += row * BEAM_WIDTH * NUM_CANDIDATES
+    tokens_ptr += row * tokens_stride_r + level.to(tl.int64) * tokens_stride_k
+    start = level * 0
+    num_children = NUM_CANDIDATES
+    if not IS_FIRST:
+        start = NUM_CANDIDATES + (level - 1) * (BEAM_WIDTH * NUM_CANDIDATES)
+        num_children = BEAM_WIDTH * NUM_CANDIDATES
+
+    i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
+    is_mine = i < num_children
+    token = tl.load(tokens_ptr + i % NUM_CANDIDATES, mask=is_mine, other=0)
+    score = tl.load(weighted_ptr + i % NUM_CANDIDATES, mask=is_mine, other=float("-inf"))
+    if HAS_NGRAM:
+        score += tl.minimum(ngram_weight * tl.load(ngram_ptr + i, mask=is_mine, other=0.0), 0.0)
+    if not IS_FIRST:
+        score += tl.load(beam_scores_ptr + before + i // NUM_CANDIDATES, mask=is_mine, other=float("-inf"))
+    target = row * candidates_stride + start + i
+    tl.store(candidate_scores_ptr + target, score, mask=is_mine)
+    tl.store(candidate_tokens_ptr + target, token, mask=is_mine)
+
+    if not IS_LAST:
+        # After a stop token nothing comes: such a candidate has no place in the beam.
+        open_score = score
+        for stop in tl.static_range(NUM_STOPS):
+            open_score = tl.where(token == tl.load(stop_tokens_ptr + stop), float("-inf"), open_score)
+        rank = tl.zeros([BLOCK_I], tl.int32)
+        num_open = tl.zeros([BLOCK_J], tl.int32)
+        for first in range(0, num_children, BLOCK_J):
+            j = first + tl.arange(0, BLOCK_J)
+            is_other = j < num_children
+            # The very sums from above: a candidate must have one place, whoever looks at it.
+            other = tl.load(weighted_ptr + j % NUM_CANDIDATES, mask=is_other, other=float("-inf"))
+            if HAS_NGRAM:
+                other += tl.minimum(ngram_weight * tl.load(ngram_ptr + j, mask=is_other, other=0.0), 0.0)
+            if not IS_FIRST:
+                other += tl.load(beam_scores_ptr + before + j // NUM_CANDIDATES, mask=is_other, other=float("-inf"))
+            if NUM_STOPS > 0:
+                other_token = tl.load(tokens_ptr + j % NUM_CANDIDATES, mask=is_other, other=0)
+                for stop in tl.static_range(NUM_STOPS):
+                    other = tl.where(other_token == tl.load(stop_tokens_ptr + stop), float("-inf"), other)
+            is_tie = (other[None, :] == open_score[:, None]) & (j[None, :] < i[:, None])
+            is_ahead = (other[None, :] > open_score[:, None]) | is_tie
+            rank += tl.sum(is_ahead.to(tl.int32), axis=1)
+            num_open += (other > float("-inf")).to(tl.int32)
+
+        enters = (open_score > float("-inf")) & (rank < BEAM_WIDTH)
+        slot = now + rank
+        tl.store(beam_scores_ptr + slot, open_score, mask=enters)
+        tl.store(beam_candidates_ptr + slot, start + i, mask=enters)
+        if LONGEST > 0:
+            context = contexts_ptr + row * contexts_stride_r + (i // NUM_CANDIDATES).to(tl.int64) * contexts_stride_b
+            for place in tl.static_range(1, LONGEST):
+                kept = tl.load(context + place, mask=enters, other=-1).to(tl.int32)
+                tl.store(beam_contexts_ptr + slot * LONGEST + place - 1, kept, mask=enters)
+            tl.store(beam_contexts_ptr + slot * LONGEST + LONGEST - 1, token.to(tl.int32), mask=enters)
+        if tl.program_id(1) == 0:
+            # Places that nobody takes are dead, and so is all that comes from them.
+            empty = tl.arange(0, BLOCK_B)
+            is_empty = (empty >= tl.sum(num_open, axis=0)) & (empty < BEAM_WIDTH)
+            tl.store(beam_scores_ptr + now + empty, tl.full([BLOCK_B], float("-inf"), tl.float32), mask=is_empty)
+            tl.store(beam_candidates_ptr + now + empty, tl.zeros([BLOCK_B], tl.int32), mask=is_empty)
+            nothing = tl.full([BLOCK_B], -1, tl.int32)
+            for place in tl.static_range(LONGEST):
+                tl.store(beam_contexts_ptr + (now + empty) * LONGEST + place, nothing, mask=is_empty)
+
+
+class ContinuityTree:
+    """Algorithm 1 for a batch; every buffer is made here, so that a CUDA graph can hold :meth:`build`.
+
+    At exact ties the earlier candidate wins everywhere: the shallower one, within a level the one whose parent stands
+    earlier in the beam, then the earlier one of the position's candidates. Scores never rise along a path, so that a
+    parent always comes before its child.
+
+    The authors' program lets paths that end in a stop token into the beam behind all others; here they never enter it.
+    That differs only where the beam is wider than there are other paths: theirs then drafts tokens after a stop token.
+
+    Memory of a request: 16 bytes a candidate, 8 + 4 L a beam node, 4 a lookup and 4 a draft node: 78 KB with the
+    paper's sizes (8 levels, 25 candidates, beam 20, 60 nodes, order 3).
+
+    Args:
+        num_nodes: N, most nodes of a tree, at most 255.
+        depth: D.
+        top_k: most candidates of a position.
+        beam_width: B, nodes of a level that are expanded.
+        max_num_reqs: S.
+        device: of the drafter.
+        scoring: the weights.
+        store: n-grams, placed where the device reads them; None for no n-gram term.
+        stop_tokens: ids after which nothing is drafted.
+        backoff: None for the longest match, or the factor of stupid backoff.
+
+    Raises:
+        ValueError: ``backoff`` is no factor.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_nodes: int,
+        depth: int,
+        top_k: int,
+        beam_width: int,
+        max_num_reqs: int,
+        device: torch.device,
+        scoring: Scoring,
+        store: NgramStore | None,
+        stop_tokens: tuple[int, ...] = (),
+        backoff: float | None = None,
+    ):
+        assert 1 <= num_nodes <= MAX_NODES and depth >= 1 and top_k >= 1 and beam_width >= 1
+        # Otherwise a child could beat its parent.
+        assert scoring.ngram_weight >= 0 and scoring.logit_decay >= 0
+        check_backoff(backoff)
+        self.num_nodes, self.depth, self.top_k, self.beam_width = num_nodes, depth, top_k, beam_width
+        self.max_num_reqs, self.scoring, self.backoff, self.num_stops = max_num_reqs, scoring, backoff, len(stop_tokens)
+        self.store = store if scoring.ngram_weight else None
+        longest = self.store.order - 1 if self.store is not None else 0
+        most = top_k + (depth - 1) * beam_width * top_k
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        weights = [scoring.logit_weight(level) for level in range(depth)]
+        self._weights = torch.tensor(weights, dtype=torch.float64, device=device)
+        self._stop_tokens = torch.tensor(stop_tokens or (-1,), dtype=torch.int64, device=device)
+        self._weighted = zeros(max_num_reqs * depth * top_k, dtype=torch.float32)
+        self._ngram = zeros(max_num_reqs * beam_width * top_k if longest else 1, dtype=torch.float32)
+        self._beam_scores = zeros(depth, max_num_reqs, beam_width, dtype=torch.float32)
+        self._beam_contexts = zeros(depth, max_num_reqs, beam_width, longest)
+        self._pool = Pool(
+            log_probs=zeros(max_num_reqs, most, dtype=torch.float32),
+            tokens=zeros(max_num_reqs, most, dtype=torch.int64),
+            beam_candidates=zeros(depth, max_num_reqs, beam_width),
+            ranks=zeros(max_num_reqs, most),
+            order=zeros(max_num_reqs, num_nodes),
+        )
+
+    def build(
+        self, *, log_probs: torch.Tensor, tokens: torch.Tensor, contexts: torch.Tensor | None, out: TokenTree
+    ) -> None:
+        """The trees of a batch.
+
+        Args:
+            log_probs: float [R, K, C] of each position's candidates, falling along C; K <= ``depth``, C <= ``top_k``.
+                -inf (and NaN) marks a candidate that must not be drafted.
+            tokens: int64 [R, K, C] their ids in the target's vocabulary.
+            contexts: int [R, W] the last accepted tokens, the latest last, -1 where there is none; W is at least the
+                store's order - 1. None without a store.
+            out: its first R rows are written over their whole width >= ``num_nodes``; ``log_probs`` holds the scores.
+                Dead nodes get token 0, parent 0 and -inf; ``sizes`` is below ``num_nodes`` where the candidates run
+                out.
+        """
+        num_reqs, levels, num_candidates = log_probs.shape
+        assert tokens.shape == log_probs.shape and tokens.stride(2) == log_probs.stride(2) == 1
+        assert num_reqs <= self.max_num_reqs and levels <= self.depth and num_candidates <= self.top_k
+        weighted = self._weighted[: log_probs.numel()]
+        _weigh_kernel[(num_reqs,)](
+            log_probs,
+            log_probs.stride(0),
+            log_probs.stride(1),
+            self._weights,
+            weighted,
+            levels,
+            num_candidates,
+            RENORMALISES=self.scoring.renormalises,
+            BLOCK_K=triton.next_power_of_2(levels),
+            BLOCK_C=triton.next_power_of_2(num_candidates),
+        )
+        before = self._first_contexts(contexts, num_reqs)
+        for level in range(levels):
+            if level and self.store is not None:
+                self._look_up(before, tokens[:, level : level + 1])
+            self._extend(level, levels, tokens, before)
+            before = self._beam_contexts[level, :num_reqs]
+        keep_best(self._pool, num_reqs, levels, num_candidates, out)
+
+    def _first_contexts(self, contexts: torch.Tensor | None, num_reqs: int) -> torch.Tensor:
+        """The root's [R, 1, L]."""
+        longest = self._beam_contexts.shape[3]
+        if not longest:
+            return self._beam_contexts[0, :num_reqs]
+        assert contexts is not None and len(contexts) == num_reqs and contexts.shape[1] >= longest
+        assert contexts.stride(1) == 1
+        return contexts[:, None, contexts.shape[1] - longest :]
+
+    def _look_up(self, contexts: torch.Tensor, tokens: torch.Tensor) -> None:
+        assert self.store is not None
+        shape = (tokens.shape[0], self.beam_width, tokens.shape[2])
+        answers = self._ngram[: shape[0] * shape[1] * shape[2]].view(shape)
+        look_up_level(self.store, contexts, tokens.expand(shape), answers, backoff=self.backoff)
+
+    def _extend(self, level: int, levels: int, tokens: torch.Tensor, contexts: torch.Tensor) -> None:
+        num_reqs, _, num_candidates = tokens.shape
+        num_children = num_candidates * (self.beam_width if level else 1)
+        block, others = 32, 128
+        if triton.knobs.runtime.interpret:  # there the number of operations is what costs, not their size
+            block = others = min(1024, triton.next_power_of_2(num_children))
+        pool = self._pool
+        _extend_kernel[(num_reqs, triton.cdiv(num_children, block))](
+            self._weighted,
+            levels * num_candidates,
+            self._ngram,
+            tokens,
+            tokens.stride(0),
+            tokens.stride(1),
+            contexts,
+            contexts.stride(0),
+            contexts.stride(1),
+            self._stop_tokens,
+            pool.log_probs,
+            pool.tokens,
+            pool.log_probs.stride(0),
+            self._beam_scores,
+            pool.beam_candidates,
+            self._beam_scores.stride(0),
+            self._beam_contexts,
+            level,
+            self.scoring.continuity_weight(level),
+            IS_FIRST=level == 0,
+            IS_LAST=level == levels - 1,
+            HAS_NGRAM=level > 0 and self.store is not None,
+            NUM_STOPS=self.num_stops,
+            NUM_CANDIDATES=num_candidates,
+            BEAM_WIDTH=self.beam_width,
+            LONGEST=self._beam_contexts.shape[3],
+            BLOCK_I=block,
+            BLOCK_J=others,
+            BLOCK_B=triton.next_power_of_2(self.beam_width),
+            enable_fp_fusion=False,  # a fused sum would not be the twin's
+        )
+
+
+def best_first_tree(
+    *,
+    num_nodes: int,
+    depth: int,
+    top_k: int,
+    max_num_reqs: int,
+    device: torch.device,
+    store: NgramStore | None,
+    ngram_weight: float = 0.5,
+    stop_tokens: tuple[int, ...] = (),
+    backoff: float | None = None,
+) -> ContinuityTree:
+    """The ``num_nodes`` best prefixes under ln p + ``ngram_weight`` * ln p_ngram, exactly.
+
+    Level 0 has no n-gram term. A beam as wide as the tree loses nothing: scores only fall along a path, so whatever
+    stands before a node of the tree's level stands before its descendants too; a node with ``num_nodes`` others of its
+    level before it has no descendant among the best ``num_nodes``. Without a store this is
+    :func:`vllm_crossspec.tree.best_first.best_first`, which then takes one launch.
+
+    Args:
+        num_nodes: N, most nodes of a tree, at most 255.
+        depth: most positions.
+        top_k: most candidates of a position.
+        max_num_reqs: most requests of a batch.
+        device: of the drafter.
+        store: n-grams, placed where the device reads them.
+        ngram_weight: 0 or more.
+        stop_tokens: ids after which nothing is drafted.
+        backoff: None for the longest match, or the factor of stupid backoff.
+    """
+    return ContinuityTree(
+        num_nodes=num_nodes,
+        depth=depth,
+        top_k=top_k,
+        beam_width=num_nodes,
+        max_num_reqs=max_num_reqs,
+        device=device,
+        scoring=Scoring(ngram_weight=ngram_weight, logit_decay=1.0, level_decay=0.0, renormalises=False),
+        store=store,
+        stop_tokens=stop_tokens,
+        backoff=backoff,
+    )
