@@ -53,6 +53,27 @@ def whiflash(router=None, drafters=None, **changed_drafters):
     return {"method": "whiflash", "drafters": drafters or pair | changed_drafters, "router": router or {}}
 
 
+DART = {"method": "dart", "model": str(engines.DART)}
+
+
+def store_of(folder, vocab_size):
+    """A store of few n-grams for some vocabulary, without a tokenizer to compare."""
+    import numpy as np
+    from ngram_counts import random_tokens
+
+    from vllm_crossspec.ngram.build import build, make_plan
+
+    np.save(folder / "ids.npy", random_tokens(0))
+    build(make_plan([folder / "ids.npy"], order=3, vocab_size=vocab_size), folder / "other.safetensors")
+    return folder / "other.safetensors"
+
+
+def cut_store(folder):
+    file = folder / "cut.safetensors"
+    file.write_bytes(engines.NGRAM.read_bytes()[:200_000])
+    return file
+
+
 CASES = {
     "unknown key": (lambda tmp: EAGLE3 | {"tre": 1}, "unknown key 'tre'; did you mean 'tree'"),
     "unknown method": (
@@ -94,6 +115,42 @@ CASES = {
     "longer than the block": (
         lambda tmp: DFLASH | {"num_speculative_tokens": 15},
         "num_speculative_tokens is 15, but this drafter's block holds 7 draft tokens; use 7 or less",
+    ),
+    "an EAGLE-3 drafter in DART's place": (
+        lambda tmp: DART | {"model": str(engines.EAGLE3)},
+        "speculative_config.model: config.json has no draft_length .*it is not a DART drafter",
+    ),
+    "DART of another name": (
+        lambda tmp: DART | {"model": str(changed(engines.DART, tmp / "d", architectures=["Dart"]))},
+        r'set "architectures" in config.json to \["LlamaForCausalLMDart"\]',
+    ),
+    "longer than DART's masks": (
+        lambda tmp: DART | {"num_speculative_tokens": 9},
+        "num_speculative_tokens is 9, but this drafter's block holds 8 draft tokens; use 8 or less",
+    ),
+    "no store there": (
+        lambda tmp: DART | {"ngram": str(tmp / "none")},
+        "speculative_config.ngram.model .*: there is no such file",
+    ),
+    "a store cut short": (
+        lambda tmp: DART | {"ngram": str(cut_store(tmp))},
+        "speculative_config.ngram.model .* is no whole safetensors file",
+    ),
+    "a drafter in the store's place": (
+        lambda tmp: DART | {"ngram": str(engines.DART / "model.safetensors")},
+        "speculative_config.ngram.model .* is a safetensors file but no n-gram store",
+    ),
+    "a store of another vocabulary": (
+        lambda tmp: DART | {"ngram": str(store_of(tmp, 5000))},
+        "speculative_config.ngram.model .* is for a vocabulary of 5000 tokens and the model has 4096",
+    ),
+    "an order beyond the store's": (
+        lambda tmp: DART | {"ngram": {"model": str(engines.NGRAM), "order": 5}},
+        "speculative_config.ngram.model .* has n-grams of up to . tokens: choose an order of 2 to",
+    ),
+    "a routed drafter's store": (
+        lambda tmp: whiflash(dart={"model": str(engines.DART), "ngram": str(tmp / "none")}),
+        "speculative_config.drafters.dart.ngram.model .*: there is no such file",
     ),
     "one of two drafters missing": (
         lambda tmp: engines.both("eagle3") | {"drafters": {"eagle3": {"model": str(tmp / "none")}}},

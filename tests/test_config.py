@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from vllm_crossspec.config import CrossSpecConfig, is_ours, parse
+from vllm_crossspec.config import CrossSpecConfig
+from vllm_crossspec.config_parsing import is_ours, parse
 
 NATIVE_METHODS = {"eagle", "eagle3", "dflash", "ngram", "draft_model"}
 NATIVE_KEYS = {
@@ -34,6 +35,8 @@ def parsed(**raw):
         ({"method": "ngram", "num_speculative_tokens": 3}, False),
         ({"model": "m", "num_speculative_tokens": 3}, False),
         ({"method": "whiflash", "drafters": {}}, True),
+        ({"method": "dart", "model": "m"}, True),
+        ({"method": "dflash", "model": "m", "ngram": "s"}, True),
     ],
 )
 def test_only_our_dictionaries_are_ours(raw, ours):
@@ -53,6 +56,50 @@ def test_several_drafters_and_the_one_that_drafts():
     config = parsed(method="whiflash", drafters=drafters, router={"policy": "fixed", "drafter": "eagle3"})
     assert [d.kind for d in config.drafters.values()] == ["dflash", "eagle3"]
     assert config.active == "eagle3"
+
+
+def test_dart_drafts_trees_unless_told_otherwise():
+    assert parsed(method="dart", model="m").drafters["dart"].tree.type == "continuity"
+    assert parsed(method="dart", model="m", tree={"num_nodes": 20}).drafters["dart"].tree.type == "continuity"
+    assert parsed(method="dart", model="m", tree={"type": "best_first"}).drafters["dart"].tree.type == "best_first"
+    assert parsed(method="dart", model="m", tree=CHAIN).drafters["dart"].tree.is_chain
+
+
+def test_an_ngram_store_is_a_path_or_its_settings():
+    drafter = parsed(method="dart", model="m", ngram="store").drafters["dart"]
+    assert drafter.ngram.model == "store" and drafter.ngram.placement == "gpu" and drafter.ngram.order is None
+    settings = {"model": "store", "placement": "host", "order": 2, "backoff": 0.4}
+    drafter = parsed(method="dflash", model="m", tree={"type": "continuity"}, ngram=settings).drafters["dflash"]
+    assert (drafter.ngram.placement, drafter.ngram.order, drafter.ngram.backoff) == ("host", 2, 0.4)
+    assert parsed(method="dflash", model="m", tree={"num_nodes": 9}, ngram="s").drafters["dflash"].tree.type == (
+        "best_first"
+    )
+
+
+@pytest.mark.parametrize(
+    ("raw", "sentence"),
+    [
+        ({"ngram": {"modle": "s"}}, "unknown key 'ngram.modle'; did you mean 'model'"),
+        ({"ngram": {"model": "s", "placement": "disk"}}, "ngram.placement: input should be 'host' or 'gpu'"),
+        ({"ngram": {"model": "s", "order": 7}}, "ngram.order: input should be less than or equal to 5"),
+        ({"ngram": "s", "tree": CHAIN}, "ngram helps 'best_first' and 'continuity' trees, and this drafter drafts"),
+        ({"tree": {"ngram_weight": 0.5}}, "tree.ngram_weight needs n-grams; name a store in speculative_config.ngram"),
+        ({"tree": {"type": "dynamic"}}, "tree.type 'dynamic' does not suit a dart drafter; use 'continuity' or"),
+        ({"tree": {"depth": 4}}, "tree.depth: a continuity tree is as deep as num_speculative_tokens; use that key"),
+        ({"tree": {"type": "best_first", "beam_width": 4}}, "tree.beam_width is for continuity trees, not for"),
+        ({"tree": {"top_k": 100, "beam_width": 100}}, "10000 prefixes a level; use at most 4096"),
+        ({"verification": "rejection"}, "verifies chains only; leave out verification, or use"),
+        (
+            {"tree": CHAIN, "verification": "rejection", "draft_sample_method": "probabilistic"},
+            "'probabilistic' is not for a dart drafter; use 'greedy'",
+        ),
+        ({"draft_lenght": 4}, "unknown key 'draft_lenght'"),
+    ],
+)
+def test_bad_dart_settings_get_one_sentence(raw, sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
+        parsed(method="dart", model="m", **raw)
+    assert "\n" not in str(caught.value)
 
 
 def test_routers():
@@ -95,7 +142,7 @@ def test_settings_survive_the_way_to_the_workers():
         ),
         (
             {"method": "eagle3", "model": "m", "tree": {"type": "chian"}},
-            r"tree.type: input should be 'chain', 'dynamic' or 'best_first' \(got 'chian'\)",
+            r"tree.type: input should be 'chain', 'dynamic', 'best_first' or 'continuity' \(got 'chian'\)",
         ),
         (
             {"method": "eagle3", "model": "m", "tree": {"typ": "chain"}},

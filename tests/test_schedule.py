@@ -8,7 +8,8 @@ from unittest import mock
 import engines
 import pytest
 
-from vllm_crossspec.config import ADDITIONAL_CONFIG_KEY, parse
+from vllm_crossspec.config import ADDITIONAL_CONFIG_KEY
+from vllm_crossspec.config_parsing import parse
 from vllm_crossspec.tree.schedule import candidate_widths, choose_schedule, expected_tokens, to_ranges
 
 WIDTHS = candidate_widths(60, 8)

@@ -4,9 +4,12 @@ Shape legend: R requests of the batch, S request slots of the engine, T target t
 K draft tokens of a request.
 """
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    from vllm_crossspec.config import NgramConfig, TreeConfig
 
 
 class StepInputs(NamedTuple):
@@ -75,11 +78,13 @@ class DraftSettings(NamedTuple):
     Attributes:
         num_nodes: N, draft tokens that the engine verifies of a request; rows of the proposer's trees are as wide.
         tree_nodes: most nodes of this drafter's trees; None for a chain.
-        top_k: children of a node (dynamic) or candidates at a position (best_first); None for a chain.
+        top_k: children of a node (dynamic) or candidates at a position (best_first, continuity); None for a chain.
         depth: K, deepest level.
         is_coupled: whether candidates are ranked with the target's noise for sampled requests.
         from_one_row: whether a round starts from one row a request, the last accepted token, what came before it
             being in the cache already; if not, from all rows that the target verified.
+        tree: all of the user's tree settings; None for a chain.
+        ngram: and of the n-gram store; None without one.
     """
 
     num_nodes: int
@@ -88,6 +93,8 @@ class DraftSettings(NamedTuple):
     depth: int
     is_coupled: bool
     from_one_row: bool = False
+    tree: "TreeConfig | None" = None
+    ngram: "NgramConfig | None" = None
 
 
 class TargetFacts(NamedTuple):

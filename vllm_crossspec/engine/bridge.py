@@ -9,16 +9,20 @@ from typing import Any, get_args
 from vllm.config import SpeculativeConfig
 from vllm.config.speculative import SpeculativeMethod
 
-from vllm_crossspec import config as user_config
-from vllm_crossspec.config import ADDITIONAL_CONFIG_KEY, CrossSpecConfig, DrafterConfig
+from vllm_crossspec import config_parsing
+from vllm_crossspec.config import ADDITIONAL_CONFIG_KEY, META_METHODS, CrossSpecConfig, DrafterConfig, TreeConfig
 from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.drafters.checkpoint import check_drafter
+from vllm_crossspec.ngram.store import open_store, tokenizer_hash
 from vllm_crossspec.router.checkpoint import check_router
 from vllm_crossspec.tree.base import tree_kind
 from vllm_crossspec.tree.schedule import candidate_widths
 from vllm_crossspec.types import TargetFacts
 
 V1_REFUSAL = "vllm_crossspec's proposers (set VLLM_USE_V2_MODEL_RUNNER=1 or leave it unset)"
+
+NGRAM_TOP_K = 25
+"""Candidates at a position of trees that n-grams help to build, where the user names none (DART, appendix D)."""
 
 # Set by vLLM itself when it builds the config; nobody writes them in JSON.
 _INTERNAL_KEYS = {
@@ -57,7 +61,7 @@ def _raw(engine_args: Any) -> Mapping[str, Any] | None:
 def is_ours(engine_args: Any) -> bool:
     """Whether these engine arguments ask for our proposers; raises for a method that nobody knows."""
     raw = _raw(engine_args)
-    return raw is not None and user_config.is_ours(raw, native_methods())
+    return raw is not None and config_parsing.is_ours(raw, native_methods())
 
 
 def settings_of(vllm_config: Any) -> CrossSpecConfig | None:
@@ -81,7 +85,7 @@ def build(engine_args: Any, target_model_config: Any, target_parallel_config: An
             f"speculative_config.method {raw['method']!r} with our keys needs vLLM's V2 model runner; "
             "unset VLLM_USE_V2_MODEL_RUNNER (V1 is deprecated)"
         )
-    settings = user_config.parse(raw, native_keys())
+    settings = config_parsing.parse(raw, native_keys())
     target = TargetFacts(
         name=str(target_model_config.model),
         hidden_size=target_model_config.get_hidden_size(),
@@ -89,6 +93,7 @@ def build(engine_args: Any, target_model_config: Any, target_parallel_config: An
         num_layers=target_model_config.get_total_num_hidden_layers(),
     )
     settings = resolve(settings, target, has_weights=engine_args.load_format != "dummy")
+    check_ngram_stores(settings, target, target_model_config)
     settings = resolve_schedules(settings, can_measure=can_measure(target_parallel_config))
     check_target(settings, target_model_config)
     check_router_settings(settings, target)
@@ -103,6 +108,28 @@ def build(engine_args: Any, target_model_config: Any, target_parallel_config: An
 
     prepare_frontend()
     return next(iter(configs.values()))
+
+
+def check_ngram_stores(settings: CrossSpecConfig, target: TargetFacts, target_model_config: Any) -> None:
+    """Refuse n-gram stores that are damaged, or of another tokenizer than the target's.
+
+    Raises:
+        ValueError: one sentence that names the key, the file and the fix.
+    """
+    folder = Path(str(target_model_config.tokenizer or target_model_config.model)).expanduser()
+    # A target from the hub has its tokenizer in a cache; then the vocabulary's size is all that can be compared.
+    tokenizer = tokenizer_hash(folder, "tokenizer") if (folder / "tokenizer.json").is_file() else None
+    for name, drafter in settings.drafters.items():
+        if drafter.ngram is None:
+            continue
+        prefix = f"drafters.{name}." if settings.method in META_METHODS else ""
+        open_store(
+            Path(drafter.ngram.model).expanduser(),
+            key=f"speculative_config.{prefix}ngram.model",
+            order=drafter.ngram.order,
+            vocab_size=target.vocab_size,
+            tokenizer=tokenizer,
+        )
 
 
 def check_router_settings(settings: CrossSpecConfig, target: TargetFacts) -> None:
@@ -166,14 +193,14 @@ def resolve(settings: CrossSpecConfig, target: TargetFacts, has_weights: bool = 
     """Fill in what the checkpoints say: draft lengths and tapped layers, each checked against the target."""
     drafters = {}
     for name, drafter in settings.drafters.items():
-        path = "speculative_config." + (f"drafters.{name}." if settings.method in user_config.META_METHODS else "")
+        path = "speculative_config." + (f"drafters.{name}." if settings.method in META_METHODS else "")
         revision = drafter.native.get("revision")
         facts = check_drafter(drafter.kind, drafter.model, path + "model", target, revision, has_weights)
         tree = resolve_tree(drafter)
         wanted = tree.depth or drafter.num_speculative_tokens or settings.num_speculative_tokens
         limit = facts.max_draft_tokens
         if wanted is not None and limit is not None and wanted > limit:
-            if drafter.num_speculative_tokens is None and settings.method in user_config.META_METHODS:
+            if drafter.num_speculative_tokens is None and settings.method in META_METHODS:
                 wanted = limit  # the common bound is of the longest drafter; this one drafts what it can
             else:
                 raise ValueError(
@@ -193,14 +220,16 @@ def resolve(settings: CrossSpecConfig, target: TargetFacts, has_weights: bool = 
     return settings.model_copy(update={"drafters": drafters, "num_speculative_tokens": longest})
 
 
-def resolve_tree(drafter: DrafterConfig) -> user_config.TreeConfig:
+def resolve_tree(drafter: DrafterConfig) -> TreeConfig:
     """The tree with every size that the user left out; a chain stays as it is."""
     if drafter.tree.is_chain:
         return drafter.tree
     given = {k: v for k, v in drafter.tree.model_dump().items() if v is not None}
     if drafter.tree.type == "dynamic" and drafter.num_speculative_tokens is not None:
         given.setdefault("depth", drafter.num_speculative_tokens)
-    defaults = tree_kind(drafter.tree.type, "tree.type").defaults
+    defaults = dict(tree_kind(drafter.tree.type, "tree.type").defaults)
+    if drafter.ngram is not None:
+        defaults.setdefault("top_k", NGRAM_TOP_K)
     tree = drafter.tree.model_copy(update={**defaults, **given})
     if tree.top_k is None:  # the likeliest prefixes can all end at one position
         tree = tree.model_copy(update={"top_k": tree.num_nodes})
@@ -277,10 +306,11 @@ def drafter_configs(
 ) -> dict[str, SpeculativeConfig]:
     """vLLM's own config for every drafter, by name; the first carries the engine.
 
-    The carrier plans for the longest draft and, DFlash needing the larger slot budget, is a DFlash drafter's
-    config where there is one.
+    The carrier plans for the longest draft and, block drafters needing the larger slot budget, is one's config where
+    there is one.
     """
-    names = sorted(settings.drafters, key=lambda name: settings.drafters[name].kind != "dflash")
+    carriers = {name: drafter_kind(d.kind, "method").carrier for name, d in settings.drafters.items()}
+    names = sorted(settings.drafters, key=lambda name: carriers[name] != "dflash")
     schedule, method = draft_schedule(settings), settings.draft_sample_method
     common = {} if method in (None, "coupled") else {"draft_sample_method": method}
     configs = {}

@@ -20,6 +20,7 @@ def install() -> None:
         from vllm_crossspec.engine.cpu import mend
 
         mend()
+    _register_models()
     _hook_speculative_config()
     _hook_init_speculator()
     _hook_unsupported_features()
@@ -27,6 +28,14 @@ def install() -> None:
     _hook_engine_core()
     _add_worker_methods()
     _installed = True
+
+
+def _register_models() -> None:
+    from vllm import ModelRegistry
+
+    # As the checkpoint has it, and as vLLM renames it for its block drafters.
+    for name in ("LlamaForCausalLMDart", "DFlashLlamaForCausalLMDart"):
+        ModelRegistry.register_model(name, "vllm_crossspec.engine.models.dart:DartForCausalLM")
 
 
 def _hook_speculative_config() -> None:

@@ -87,6 +87,7 @@ class ProposerHost(DraftModelSpeculator):
             own.speculative_config = speculative
             proposer = build(own, device, name, drafts)
             proposer.engine_config = vllm_config
+            proposer.req_states = self.req_states
             proposers[name] = (kind.reads_target_slots, proposer)
         order = sorted(proposers, key=lambda name: not proposers[name][0])
         return {name: proposers[name][1] for name in order}
@@ -100,6 +101,8 @@ class ProposerHost(DraftModelSpeculator):
             top_k=tree.top_k,
             depth=drafter.num_speculative_tokens,
             is_coupled=settings.verification == "match" and settings.draft_sample_method != "greedy",
+            tree=None if tree.is_chain else tree,
+            ngram=drafter.ngram,
             from_one_row=settings.routes and settings.router is not None and settings.router.policy != "record",
         )
 

@@ -56,3 +56,16 @@ def _node(store: NgramStore, ngram: list[int]) -> int | None:
             return None
         node = begin + children.index(token)
     return node
+
+
+def last_tokens_naive(
+    idx_mapping: torch.Tensor, num_computed: torch.Tensor, all_token_ids: torch.Tensor, width: int
+) -> torch.Tensor:
+    """``contexts.last_tokens``: int64 [R, W]."""
+    contexts = torch.full((len(idx_mapping), width), -1)
+    for request, slot in enumerate(idx_mapping.tolist()):
+        if slot >= 0:
+            newest = min(int(num_computed[slot]), all_token_ids.shape[1] - 1)
+            known = all_token_ids[slot, max(0, newest - width + 1) : newest + 1]
+            contexts[request, width - len(known) :] = known
+    return contexts

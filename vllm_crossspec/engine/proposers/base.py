@@ -28,12 +28,14 @@ class Proposer(ABC):
         drafts: what the engine wants of the drafts.
         drafts_over_trees: whether its own forward passes attend over trees.
         engine_config: the engine's own config, whose draft length is the engine's.
+        req_states: the runner's request states.
     """
 
     name: str
     drafts: DraftSettings
     drafts_over_trees: bool = False
     engine_config: VllmConfig
+    req_states: Any
     model: nn.Module
     num_speculative_steps: int
     num_query_per_req: int

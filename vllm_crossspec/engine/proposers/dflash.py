@@ -1,6 +1,5 @@
 """DFlash as a proposer, on vLLM's block-diffusion speculator."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,15 +13,11 @@ from vllm_crossspec.engine.loading import load_drafter
 from vllm_crossspec.engine.proposers.base import (
     Proposer,
     TargetKeys,
-    empty_tree,
-    first_rows,
     native_arguments,
     ranked_logits,
-    top_candidates,
     without_schedule,
 )
-from vllm_crossspec.tree import batched
-from vllm_crossspec.tree.best_first import best_first
+from vllm_crossspec.engine.proposers.marginals import MarginalTrees
 from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
 
 
@@ -129,22 +124,22 @@ class DFlashProposer(DFlashSpeculator, Proposer):
 
 
 class DFlashTreeProposer(DFlashProposer):
-    """The likeliest prefixes under the product of the block's marginals, still from one forward."""
+    """Trees from the block's marginals, still from one forward."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
         super().__init__(vllm_config, device, name, drafts)
-        self.tree = empty_tree(self.max_num_reqs, drafts.num_nodes, device)
-        self.build_tree: Callable[..., None] = best_first
+        self.trees = MarginalTrees(drafts, vllm_config, device)
 
     def build_in_batches(self) -> bool:
         """See the base class."""
-        self.build_tree = batched.best_first
+        self.trees.build_in_batches()
         return True
 
     def propose_step(self, step: StepInputs) -> Candidates:
         """Draft a tree for every request; the block's forward and the builder are one CUDA graph."""
+        self.trees.read_contexts(step, self.req_states)
         self.propose(**native_arguments(step))
-        return Candidates(tree=first_rows(self.tree, step.batch.num_reqs))
+        return Candidates(tree=self.trees.rows(step.batch.num_reqs))
 
     def _generate_draft(
         self,
@@ -156,7 +151,7 @@ class DFlashTreeProposer(DFlashProposer):
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> None:
         """vLLM's forward of the block, then a tree in place of the first choices."""
-        drafts, num_rows = self.drafts, num_reqs * self.num_speculative_steps
+        num_rows = num_reqs * self.num_speculative_steps
         states = self._run_model(
             num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode
         )
@@ -168,10 +163,5 @@ class DFlashTreeProposer(DFlashProposer):
             self.seeds,
             self.use_fp64_gumbel,
         )
-        logits = ranked_logits(logits, keys if drafts.is_coupled else None, None)
-        count = min(drafts.top_k, logits.shape[1])
-        log_probs, tokens = top_candidates(logits, count, None)
-        shape = (num_reqs, self.num_speculative_steps, count)
-        self.build_tree(
-            log_probs=log_probs.view(shape), tokens=tokens.view(shape), num_nodes=drafts.tree_nodes, out=self.tree
-        )
+        logits = ranked_logits(logits, keys if self.drafts.is_coupled else None, None)
+        self.trees.build(logits, num_reqs, None)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
@@ -23,6 +22,7 @@ from vllm_crossspec.engine.proposers.base import (
     ranked_logits,
     without_schedule,
 )
+from vllm_crossspec.engine.proposers.one_layer import write_entries
 from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
 
 
@@ -147,14 +147,7 @@ class Eagle3Proposer(EagleSpeculator, Proposer):
         self, features: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, kv_slots: list[torch.Tensor]
     ) -> None:
         """Keys and values of the one layer: two norms, one projection, rotation, one cache write."""
-        layer = self.model.model.layers[0]
-        attention = layer.self_attn
-        embeds = layer.input_layernorm(self.model.model.embed_tokens(next_tokens))
-        states, _ = layer._residual_norm(hidden_states=features)
-        key, value = _keys_and_values(attention, torch.cat([embeds, states], dim=-1))
-        key, _ = attention.rotary_emb(positions, key, None)
-        paged, shape = attention.attn, (features.shape[0], attention.num_kv_heads, attention.head_dim)
-        paged.impl.do_kv_cache_update(paged, key.view(shape), value.view(shape), paged.kv_cache, kv_slots[0])
+        write_entries(self.model.model, features, next_tokens, positions, kv_slots[0])
 
     def sample_draft(
         self,
@@ -205,17 +198,3 @@ class Eagle3Proposer(EagleSpeculator, Proposer):
         """[rows, draft vocabulary] by which this drafter chooses, for states [rows, H]."""
         logits = self.model.logits_processor(self.model.lm_head, hidden_states)
         return ranked_logits(logits, keys if self.drafts.is_coupled else None, self.offsets)
-
-
-def _keys_and_values(attention: nn.Module, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[n, kv size] each, without the queries where the weight is a plain matrix."""
-    projection, queries = attention.qkv_proj, attention.q_size
-    # On a CPU vLLM may have packed the weight away.
-    is_plain = isinstance(projection.quant_method, UnquantizedLinearMethod) and not inputs.is_cpu
-    if is_plain:
-        bias = None if projection.bias is None else projection.bias[queries:]
-        both = nn.functional.linear(inputs, projection.weight[queries:], bias)
-    else:
-        both = projection(inputs)[0][:, queries:]
-    key, value = both.split(attention.kv_size, dim=-1)
-    return key.contiguous(), value.contiguous()

@@ -1,0 +1,247 @@
+"""Reading ``--speculative-config``: checked before anything is loaded, and one sentence for what is wrong.
+
+A dictionary is ours when its method is ours alone (``whiflash``, ``dart``), or when it is ``eagle3`` or ``dflash``
+with any of our keys (``tree``, ``ngram``, ``verification``). Everything else is vLLM's own and stays untouched.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from vllm_crossspec.config import (
+    META_METHODS,
+    CrossSpecConfig,
+    DrafterConfig,
+    NgramConfig,
+    RouterConfig,
+    Settings,
+    TreeConfig,
+)
+from vllm_crossspec.drafters.base import DrafterKind, drafter_kind, drafter_kinds
+from vllm_crossspec.names import nearest
+from vllm_crossspec.tree.base import tree_kind
+
+OUR_KEYS = ("tree", "ngram", "verification", "drafters", "router")
+MAX_EXPANSION = 4096
+"""Most prefixes that a level of a searched tree may look at."""
+_TOP_KEYS = ("verification", "draft_sample_method")
+_REJECTION_KEYS = {"rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"}
+
+M = TypeVar("M", bound=Settings)
+
+
+def is_ours(raw: Mapping[str, Any], native_methods: Collection[str]) -> bool:
+    """Whether this speculative config is for our proposers.
+
+    Raises:
+        ValueError: the method is neither vLLM's nor ours.
+    """
+    method = raw.get("method")
+    own = {*META_METHODS, *drafter_kinds()} - {*native_methods}
+    if method in own:
+        return True
+    if method is not None and method not in native_methods:
+        known = sorted({*native_methods, *own})
+        raise ValueError(f"speculative_config: unknown method {method!r}{nearest(str(method), known)}")
+    return method in drafter_kinds() and any(key in raw for key in OUR_KEYS)
+
+
+def parse(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSpecConfig:
+    """Check the user's dictionary and give it its types.
+
+    Args:
+        raw: as written after ``--speculative-config``.
+        native_keys: fields of vLLM's own SpeculativeConfig, handed through to it.
+
+    Raises:
+        ValueError: one sentence that names the key and what it should be.
+    """
+    method = raw["method"]
+    if method not in META_METHODS:
+        for key in ("drafters", "router"):
+            if key in raw:
+                raise ValueError(f"speculative_config.{key} belongs to method {META_METHODS[0]!r}, not to {method!r}")
+        drafter = _drafter(method, {k: v for k, v in raw.items() if k not in ("method", *_TOP_KEYS)}, "", native_keys)
+        top = {k: raw[k] for k in _TOP_KEYS if k in raw}
+        return _check(_build(CrossSpecConfig, {"method": method, "drafters": {method: drafter}, **top}, ""))
+    return _parse_meta(raw, native_keys)
+
+
+def _check(config: CrossSpecConfig) -> CrossSpecConfig:
+    """Refuse what does not go together, as far as it can be seen without the checkpoints."""
+    single = config.method not in META_METHODS
+    for name, drafter in config.drafters.items():
+        key = "speculative_config." + ("" if single else f"drafters.{name}.") + "tree"
+        tree, kind = drafter.tree, drafter_kind(drafter.kind, key)
+        _check_tree(tree, kind, key)
+        if drafter.ngram is not None and tree.type not in ("best_first", "continuity"):
+            raise ValueError(
+                f"{key.removesuffix('tree')}ngram helps 'best_first' and 'continuity' trees, and this drafter drafts "
+                f"{tree.type!r}; leave it out, or change {key}.type"
+            )
+        if drafter.ngram is None and tree.ngram_weight:
+            raise ValueError(f"{key}.ngram_weight needs n-grams; name a store in {key.removesuffix('tree')}ngram")
+        if config.draft_sample_method == "probabilistic" and kind.name == "dart":
+            raise ValueError(
+                "speculative_config.draft_sample_method 'probabilistic' is not for a dart drafter; use 'greedy'"
+            )
+        if not tree.is_chain and config.verification == "rejection":
+            raise ValueError(
+                f"{key}: vLLM's rejection sampler verifies chains only; leave out verification, or use "
+                '"tree": {"type": "chain"}'
+            )
+        if tree.by_batch_size == "auto" and config.verification != "match":
+            raise ValueError(f"{key}.by_batch_size 'auto' needs verification 'match'; give the draft tokens yourself")
+        _check_schedule(tree, key)
+        for native in sorted(_REJECTION_KEYS & drafter.native.keys()):
+            if config.verification != "rejection":
+                raise ValueError(
+                    f'speculative_config.{native} is about vLLM\'s rejection sampler; add "verification": "rejection"'
+                )
+    method, wanted = config.draft_sample_method, {"coupled": "match", "probabilistic": "rejection"}
+    if method in wanted and config.verification != wanted[method]:
+        raise ValueError(
+            f"speculative_config.draft_sample_method {method!r} needs verification {wanted[method]!r}, "
+            f"which is {config.verification!r}"
+        )
+    return config
+
+
+def _check_tree(tree: TreeConfig, kind: DrafterKind, key: str) -> None:
+    """Refuse a tree that the drafter cannot feed, and sizes that this kind of tree does not have."""
+    if not tree.is_chain and tree_kind(tree.type, key).needs != kind.supplies:
+        raise ValueError(f"{key}.type {tree.type!r} does not suit a {kind.name} drafter; use {kind.tree!r} or 'chain'")
+    if tree.is_chain and (tree.depth or tree.top_k or tree.num_nodes):
+        raise ValueError(f"{key}.type 'chain' takes no depth, top_k or num_nodes; use num_speculative_tokens")
+    if tree.type == "dynamic" and (tree.top_k or 0) > 32:
+        raise ValueError(f"{key}.top_k is {tree.top_k}; a dynamic tree takes at most 32")
+    if tree.type in ("best_first", "continuity") and tree.depth is not None:
+        raise ValueError(f"{key}.depth: a {tree.type} tree is as deep as num_speculative_tokens; use that key")
+    if tree.type == "continuity" and (tree.top_k or 0) * (tree.beam_width or 1) > MAX_EXPANSION:
+        raise ValueError(
+            f"{key}.top_k * {key}.beam_width is {(tree.top_k or 0) * (tree.beam_width or 1)} prefixes a level; "
+            f"use at most {MAX_EXPANSION}"
+        )
+    takers = {
+        "beam_width": ("continuity",),
+        "ngram_weight": ("best_first", "continuity"),
+        "logit_decay": ("continuity",),
+        "level_decay": ("continuity",),
+    }
+    for name, types in takers.items():
+        if getattr(tree, name) is not None and tree.type not in types:
+            raise ValueError(f"{key}.{name} is for {' and '.join(types)} trees, not for {tree.type!r}; leave it out")
+
+
+def _check_schedule(tree: TreeConfig, key: str) -> None:
+    schedule = tree.by_batch_size
+    if schedule is None or schedule == "auto":
+        return
+    sizes = sorted(schedule)
+    if not sizes or sizes[0] != 1 or any(n < 0 or n > 255 for n in schedule.values()):
+        raise ValueError(
+            f"{key}.by_batch_size must say from 1 running request on how many tokens (0 to 255) to draft, "
+            'as in {"1": 60, "16": 0}'
+        )
+
+
+def _parse_meta(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSpecConfig:
+    known = ("method", "num_speculative_tokens", "drafters", "router", *_TOP_KEYS)
+    _check_keys(raw, known, "")
+    drafters = raw.get("drafters")
+    if not isinstance(drafters, Mapping) or not drafters:
+        raise ValueError(
+            'speculative_config.drafters must name at least one drafter, as in {"eagle3": {"model": "FOLDER"}}'
+        )
+    named = {}
+    for name, settings in drafters.items():
+        if not isinstance(settings, Mapping):
+            raise ValueError(f"speculative_config.drafters.{name} must be an object with a `model`")
+        settings = dict(settings)
+        kind = settings.pop("type", name)
+        named[name] = _drafter(kind, settings, f"drafters.{name}.", native_keys)
+    router = raw.get("router", {})
+    if isinstance(router, Mapping) and "policy" not in router:
+        fixed = "drafter" in router or len(named) == 1
+        router = {"policy": "fixed" if fixed else "entropy", **router}
+    fields = {k: raw[k] for k in ("num_speculative_tokens", *_TOP_KEYS) if k in raw}
+    config = _build(CrossSpecConfig, {"method": raw["method"], "drafters": named, "router": router, **fields}, "")
+    _check_router(config)
+    return _check(config)
+
+
+def _check_router(config: CrossSpecConfig) -> None:
+    """Refuse what a policy does not take, or lacks."""
+    router, key = config.router, "speculative_config.router"
+    assert router is not None
+    policy = router.policy
+    if router.drafter is not None and policy != "fixed":
+        raise ValueError(f"{key}.drafter belongs to policy 'fixed', not to {policy!r}; leave out one of the two")
+    if config.active not in config.drafters:
+        raise ValueError(
+            f"{key}.drafter is {config.active!r}, which is none of drafters{nearest(config.active, config.drafters)}"
+        )
+    if policy == "fixed":
+        if router.model is not None or router.threshold != "auto":
+            raise ValueError(f"{key}: policy 'fixed' takes neither model nor threshold; leave them out")
+        return
+    if len(config.drafters) < 2:
+        raise ValueError(f"{key}.policy {policy!r} chooses between drafters, and there is one; add another to drafters")
+    if config.verification != "match":
+        raise ValueError(f"{key}.policy {policy!r} needs verification 'match'; leave out verification")
+    if policy in ("neural", "goodput") and router.model is None:
+        raise ValueError(
+            f"{key}.model is missing: policy {policy!r} needs a router trained by `crossspec train router`"
+        )
+    if router.threshold == "auto":
+        return
+    if policy in ("goodput", "record"):
+        raise ValueError(f"{key}.threshold: policy {policy!r} takes none; leave it out")
+    wanted, given = len(config.drafters) - 1, router.threshold
+    numbers = given if isinstance(given, tuple) else (given,)
+    if len(numbers) != wanted:
+        raise ValueError(f"{key}.threshold has {len(numbers)} numbers; {wanted + 1} drafters need {wanted}")
+    if policy == "entropy" and (min(numbers) < 0 or list(numbers) != sorted(numbers, reverse=True)):
+        raise ValueError(f"{key}.threshold must be nats of 0 or more, falling from drafter to drafter (got {given})")
+    if policy == "neural" and not all(abs(number) <= 255 for number in numbers):
+        raise ValueError(f"{key}.threshold must be tokens between -255 and 255 (got {given})")
+
+
+def _drafter(kind: str, raw: Mapping[str, Any], path: str, native_keys: Collection[str]) -> DrafterConfig:
+    own_kind = drafter_kind(kind, f"speculative_config.{path}type")
+    ours = ("model", "num_speculative_tokens", "tree", "ngram")
+    native = [k for k in native_keys if k not in ("method", *_TOP_KEYS, *ours)]
+    _check_keys(raw, (*ours, *native), path)
+    if "model" not in raw:
+        raise ValueError(f"speculative_config.{path}model is missing; give the drafter's folder or hub id")
+    fields = {k: raw[k] for k in ours if k in raw}
+    tree = fields.get("tree")
+    if own_kind.drafts_trees:
+        tree = fields.setdefault("tree", {})
+    if isinstance(tree, Mapping) and "type" not in tree and (own_kind.drafts_trees or tree.keys() - {"by_batch_size"}):
+        fields["tree"] = {"type": own_kind.tree, **tree}
+    return _build(DrafterConfig, {"kind": kind, **fields, "native": {k: raw[k] for k in raw if k not in ours}}, path)
+
+
+def _check_keys(raw: Mapping[str, Any], known: Collection[str], path: str) -> None:
+    for key in raw:
+        if key not in known:
+            raise ValueError(f"speculative_config: unknown key {path + key!r}{nearest(key, known)}")
+
+
+def _build(model: type[M], fields: dict[str, Any], path: str) -> M:
+    try:
+        return model(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        if first["type"] == "extra_forbidden":
+            owners: dict[str, type[Settings]] = {"tree": TreeConfig, "router": RouterConfig, "ngram": NgramConfig}
+            owner = owners.get(str(first["loc"][0]))
+            known = list(owner.model_fields) if owner else []
+            raise ValueError(
+                f"speculative_config: unknown key {path + where!r}{nearest(str(first['loc'][-1]), known)}"
+            ) from None
+        message = first["msg"][0].lower() + first["msg"][1:]
+        raise ValueError(f"speculative_config.{path}{where}: {message} (got {first['input']!r})") from None

@@ -1,0 +1,1 @@
+"""Drafters that vLLM has no model of."""

@@ -1,0 +1,268 @@
+"""DART as a proposer: one forward of one layer over the last accepted entry and K - 1 masks of every request."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+
+from vllm_crossspec.drafters.dart.inputs import DartRows, prepare_rows
+from vllm_crossspec.engine.loading import load_drafter
+from vllm_crossspec.engine.proposers.base import TargetKeys, ranked_logits
+from vllm_crossspec.engine.proposers.dflash import DFlashProposer
+from vllm_crossspec.engine.proposers.marginals import MarginalTrees
+from vllm_crossspec.engine.proposers.one_layer import write_entries
+from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
+
+
+class DartProposer(DFlashProposer):
+    """K tokens from one causal forward (Liu et al. 2026, section 3.2); buffers and graphs are the block drafter's."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
+        config = vllm_config.speculative_config.draft_model_config.hf_config  # type: ignore[union-attr]
+        # vLLM's class for block drafters asks for the id of a mask token; DART's mask is a vector of its own.
+        config.mask_token_id = 0
+        super().__init__(vllm_config, device, name, drafts)
+        self.requires_non_causal = False
+        self.num_query_per_req = self.num_speculative_steps
+        self.context_tokens = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=device)
+        self.entry_rows = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
+        self.entry_tokens = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+        """The drafter's model, under a layer prefix of its own."""
+        overlaid = self.speculative_config.apply_draft_overrides(self.vllm_config)
+        return load_drafter(target_model, overlaid, self.name, "dart_head")
+
+    # -- the round --------------------------------------------------------------------------------------------
+
+    def propose_step(self, step: StepInputs) -> Candidates:
+        """Draft a chain of first choices for every request."""
+        self._draft(step)
+        return Candidates(tokens=self.draft_tokens[: step.batch.num_reqs])
+
+    @torch.inference_mode()
+    def catch_up(self, step: StepInputs) -> None:
+        """Keys and values of the step's accepted entries; no forward."""
+        if step.options.get("dummy_run") or not step.tapped_hidden_states:
+            return
+        self._fuse_rows(step)
+        self._prepare_rows(step, takes_last=True)
+        self._precompute_context_kv(0, step.batch.num_tokens)
+
+    @torch.inference_mode()
+    def write_context(
+        self, features: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, kv_slots: list[torch.Tensor]
+    ) -> None:
+        """Keys and values of the one layer: two norms, one projection, rotation, one cache write."""
+        write_entries(self.model.model, features, next_tokens, positions, kv_slots[0])
+
+    @torch.inference_mode()
+    def _draft(self, step: StepInputs) -> None:
+        """Take the accepted entries into the cache and draft, by a captured graph where there is one."""
+        batch, options, queries = step.batch, step.options, self.num_query_per_req
+        num_reqs, is_dummy = batch.num_reqs, options.get("dummy_run", False)
+        longest = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())
+        self.draft_max_seq_len = min(longest + queries, self.max_model_len)
+        self._fuse_rows(step)
+        if is_dummy and options.get("skip_attn_for_dummy_run"):  # the memory profile: there is no cache yet
+            self._precompute_context_kv(0, batch.num_tokens, dummy_run=True)
+            self._generate_draft(num_reqs, num_reqs * queries, None, None, None)
+            return
+        self._prepare_rows(step, takes_last=False)
+        sync = options.get("dp_sync_state")
+        own_sync, num_rows = (
+            self._build_uniform_batch_dp_sync(sync, num_reqs, queries)
+            if sync is not None
+            else (None, num_reqs * queries)
+        )
+        desc, own_sync = dispatch_cg_and_sync_dp(
+            self.query_cudagraph_manager,
+            num_reqs,
+            num_rows,
+            uniform_token_count=queries,
+            dp_size=self.dp_size,
+            dp_rank=self.dp_rank,
+            need_eager=options.get("is_profile", False),
+            dp_sync_state=own_sync,
+        )
+        in_graph = desc.cg_mode == CUDAGraphMode.FULL
+        self._store_context(batch.num_tokens, desc.num_reqs if in_graph else None, is_dummy)
+        metadata = None
+        if not (in_graph and self.supports_decode_metadata_update):
+            metadata = self._build_uniform_attn_metadata(
+                batch_desc=desc,
+                num_reqs=num_reqs,
+                num_query_per_req=queries,
+                seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound,
+                step=queries,
+                causal=self._group_causal,
+            )
+        self._prepare_eplb_forward(num_reqs * queries)
+        if in_graph:
+            assert self.query_cudagraph_manager is not None
+            self.query_cudagraph_manager.run_fullgraph(desc)
+            return
+        slots = build_slot_mappings_by_layer(
+            self.block_tables.slot_mappings[:, : num_reqs * queries], self.kv_cache_config
+        )
+        across_dp = own_sync.num_tokens_across_dp if own_sync is not None else None
+        self._generate_draft(num_reqs, num_reqs * queries, metadata, slots, across_dp, desc.cg_mode)
+
+    def _fuse_rows(self, step: StepInputs) -> None:
+        """The features of all target rows, into the buffer; a round from one row brings them as they are."""
+        num_tokens = step.batch.num_tokens
+        states = step.last_hidden_states
+        if step.tapped_hidden_states:
+            states = self.fuse(torch.cat(step.tapped_hidden_states, dim=-1))
+        self.hidden_states[:num_tokens].copy_(states[:num_tokens])
+
+    def _prepare_rows(self, step: StepInputs, takes_last: bool) -> None:
+        batch, tables, group = step.batch, self.block_tables, self.draft_kv_cache_group_id
+        prepare_rows(
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            query_start_loc=batch.query_start_loc,
+            idx_mapping=batch.idx_mapping[: batch.num_reqs],
+            longest=int(batch.num_scheduled_tokens.max()),
+            num_sampled=step.num_sampled,
+            num_rejected=step.num_rejected,
+            last_sampled=step.last_sampled,
+            next_prefill_tokens=step.next_prefill_tokens,
+            temperature=step.temperature,
+            seeds=step.seeds,
+            block_table=tables.input_block_tables[group],
+            block_size=tables.block_sizes[group],
+            num_queries=self.num_query_per_req,
+            max_model_len=self.max_model_len,
+            takes_last=takes_last,
+            out=DartRows(
+                context_positions=self.context_positions,
+                context_tokens=self.context_tokens,
+                context_slots=self._context_slot_mappings[0],
+                entry_rows=self.entry_rows,
+                entry_tokens=self.entry_tokens,
+                positions=self.input_buffers.positions,
+                slots=tables.slot_mappings[group],
+                query_start_loc=self.input_buffers.query_start_loc,
+                seq_lens=self.input_buffers.seq_lens,
+                predicted_positions=self.sample_pos,
+                request_slots=self.sample_idx_mapping,
+                temperature=self.temperature,
+                seeds=self.seeds,
+            ),
+        )
+
+    def _store_context(self, num_tokens: int, num_graph_reqs: int | None, is_dummy: bool) -> None:
+        """Cache the accepted entries before the last ones: here, as far as no graph does it."""
+        if num_graph_reqs is None:
+            self._precompute_context_kv(0, num_tokens, is_dummy)
+            return
+        in_graph = self._num_graph_context_tokens(num_graph_reqs)
+        if is_dummy:  # its block tables may be others' by now
+            self._context_slot_mappings[:, :in_graph].fill_(PAD_SLOT_ID)
+        elif num_tokens <= in_graph:
+            self._context_slot_mappings[:, num_tokens:in_graph].fill_(PAD_SLOT_ID)
+        else:
+            self._precompute_context_kv(in_graph, num_tokens)
+
+    def _precompute_context_kv(self, start: int, end: int, dummy_run: bool = False) -> None:
+        """Keys and values of target rows [start, end); a dummy run computes them and writes nothing."""
+        rows = slice(start, end)
+        write_entries(
+            self.model.model,
+            self.hidden_states[rows],
+            self.context_tokens[rows],
+            self.context_positions[rows],
+            None if dummy_run else self._context_slot_mappings[0][rows],
+        )
+
+    def _run_rows(
+        self,
+        num_reqs: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode,
+    ) -> torch.Tensor:
+        """Logits [num_reqs * K, draft vocabulary] by which the drafter ranks, of all query rows."""
+        num_rows = num_reqs * self.num_query_per_req
+        with set_forward_context(
+            attn_metadata,
+            self.vllm_config,
+            num_tokens=num_rows,
+            cudagraph_runtime_mode=cudagraph_runtime_mode,
+            num_tokens_across_dp=num_tokens_across_dp,
+            slot_mapping=slot_mappings,
+            batch_descriptor=BatchDescriptor(num_tokens=num_rows),
+        ):
+            states = self.model(
+                input_ids=self.entry_tokens[:num_reqs],
+                positions=self.input_buffers.positions[:num_rows],
+                hidden_states=self.hidden_states.index_select(0, self.entry_rows[:num_reqs]),
+                num_queries=self.num_query_per_req,
+            )
+        keys = TargetKeys(
+            self.sample_idx_mapping[:num_rows],
+            self.sample_pos[:num_rows] - 1,
+            self.temperature,
+            self.seeds,
+            self.use_fp64_gumbel,
+        )
+        return ranked_logits(self.model.draft_logits(states), keys if self.drafts.is_coupled else None, self.offsets)
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """int64 [draft vocabulary] target id minus draft id."""
+        return self.model.draft_id_to_target_id
+
+    def _generate_draft(
+        self,
+        num_reqs: int,
+        num_tokens_padded: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    ) -> None:
+        """The forward and the first choice at every position."""
+        logits = self._run_rows(num_reqs, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode)
+        winner = logits.argmax(dim=-1)
+        self.draft_tokens[:num_reqs] = (winner + self.offsets[winner]).view(num_reqs, -1)
+
+
+class DartTreeProposer(DartProposer):
+    """Trees from the same forward: by default the paper's, pruned by n-grams (section 4)."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
+        super().__init__(vllm_config, device, name, drafts)
+        self.trees = MarginalTrees(drafts, vllm_config, device)
+
+    def build_in_batches(self) -> bool:
+        """See the base class."""
+        self.trees.build_in_batches()
+        return True
+
+    def propose_step(self, step: StepInputs) -> Candidates:
+        """Draft a tree for every request; forward and builder are one CUDA graph."""
+        self.trees.read_contexts(step, self.req_states)
+        self._draft(step)
+        return Candidates(tree=self.trees.rows(step.batch.num_reqs))
+
+    def _generate_draft(
+        self,
+        num_reqs: int,
+        num_tokens_padded: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    ) -> None:
+        """The forward and the trees."""
+        logits = self._run_rows(num_reqs, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode)
+        self.trees.build(logits, num_reqs, self.offsets)

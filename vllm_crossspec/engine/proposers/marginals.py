@@ -1,0 +1,115 @@
+"""Trees from the marginals of a parallel drafter: one forward gives the likeliest tokens of every position."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import VllmConfig
+
+from vllm_crossspec.engine.proposers.base import empty_tree, first_rows, top_candidates
+from vllm_crossspec.ngram.contexts import last_tokens
+from vllm_crossspec.ngram.store import NgramStore, open_store, place
+from vllm_crossspec.tree import batched
+from vllm_crossspec.tree.best_first import best_first
+from vllm_crossspec.tree.continuity import ContinuityTree, Scoring
+from vllm_crossspec.types import DraftSettings, StepInputs, TokenTree
+
+GIB = 1 << 30
+
+
+class MarginalTrees:
+    """Builds the trees of one drafter, by the kind that its settings name; everything but the context is in a graph.
+
+    Args:
+        drafts: what the engine wants; its ``tree`` is no chain.
+        vllm_config: of the engine.
+        device: of the drafter.
+    """
+
+    def __init__(self, drafts: DraftSettings, vllm_config: VllmConfig, device: torch.device):
+        assert drafts.tree is not None and drafts.top_k is not None and drafts.tree_nodes is not None
+        self.drafts, self.num_nodes = drafts, drafts.tree_nodes
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self.tree = empty_tree(max_num_reqs, drafts.num_nodes, device)
+        self.store = _placed_store(drafts, device)
+        width = self.store.order - 1 if self.store is not None else 1
+        self.contexts = torch.full((max_num_reqs, width), -1, dtype=torch.int64, device=device)
+        self._build_product = best_first
+        self._sizes = {
+            "num_nodes": drafts.tree_nodes,
+            "depth": drafts.depth,
+            "top_k": drafts.top_k,
+            "beam_width": drafts.tree.beam_width or drafts.tree_nodes,
+            "max_num_reqs": max_num_reqs,
+            "device": device,
+            "scoring": _scoring(drafts),
+            "store": self.store,
+            "stop_tokens": _stop_tokens(vllm_config),
+            "backoff": drafts.ngram.backoff if drafts.ngram is not None else None,
+        }
+        # The product of marginals needs no beam: a frontier finds the best prefixes one after another.
+        needs_beam = drafts.tree.type == "continuity" or self.store is not None
+        # A beam's lookups are hundreds of programs a level, too many for an interpreter.
+        search = batched.ContinuityTree if device.type == "cpu" else ContinuityTree
+        self.builder = search(**self._sizes) if needs_beam else None
+
+    def build_in_batches(self) -> None:
+        """Build with PyTorch for the whole batch, where kernels are interpreted."""
+        self._build_product = batched.best_first
+        if self.builder is not None:
+            self.builder = batched.ContinuityTree(**self._sizes)
+
+    def read_contexts(self, step: StepInputs, req_states: Any) -> None:
+        """What n-grams go on from: the last known tokens of the batch; one launch before the drafter's forward."""
+        if self.store is None or step.options.get("dummy_run"):
+            return
+        num_reqs = step.batch.num_reqs
+        last_tokens(
+            idx_mapping=step.batch.idx_mapping[:num_reqs],
+            num_computed=req_states.num_computed_tokens.gpu,
+            all_token_ids=req_states.all_token_ids.gpu,
+            contexts=self.contexts[:num_reqs],
+        )
+
+    def build(self, logits: torch.Tensor, num_reqs: int, offsets: torch.Tensor | None) -> None:
+        """Trees of the first ``num_reqs`` requests, from logits [num_reqs * K, vocabulary] of their positions."""
+        assert self.drafts.top_k is not None
+        count = min(self.drafts.top_k, logits.shape[1])
+        log_probs, tokens = top_candidates(logits, count, offsets)
+        shape = (num_reqs, self.drafts.depth, count)
+        log_probs, tokens = log_probs.view(shape), tokens.view(shape)
+        if self.builder is None:
+            self._build_product(log_probs=log_probs, tokens=tokens, num_nodes=self.num_nodes, out=self.tree)
+            return
+        contexts = self.contexts[:num_reqs] if self.store is not None else None
+        self.builder.build(log_probs=log_probs, tokens=tokens, contexts=contexts, out=self.tree)
+
+    def rows(self, num_reqs: int) -> TokenTree:
+        """The trees of the first requests, as views."""
+        return first_rows(self.tree, num_reqs)
+
+
+def _scoring(drafts: DraftSettings) -> Scoring:
+    """How scores grow: as the settings say, and without any decay for a plain product of marginals."""
+    tree = drafts.tree
+    assert tree is not None
+    ngram_weight = (tree.ngram_weight or 0.0) if drafts.ngram is not None else 0.0
+    if tree.type == "best_first":
+        return Scoring(ngram_weight, logit_decay=1.0, level_decay=0.0, renormalises=False)
+    assert tree.logit_decay is not None and tree.level_decay is not None
+    return Scoring(ngram_weight, tree.logit_decay, tree.level_decay)
+
+
+def _placed_store(drafts: DraftSettings, device: torch.device) -> NgramStore | None:
+    ngram = drafts.ngram
+    if ngram is None:
+        return None
+    store = open_store(Path(ngram.model), key="speculative_config.ngram.model", order=ngram.order)
+    placement = "host" if device.type == "cpu" else ngram.placement
+    return place(store, placement, device, int(ngram.budget_gib * GIB), key="speculative_config.ngram.placement")
+
+
+def _stop_tokens(vllm_config: VllmConfig) -> tuple[int, ...]:
+    """The ids that end a text, after which no draft needs to go on."""
+    ends = getattr(vllm_config.model_config.hf_text_config, "eos_token_id", None)
+    return tuple(ends) if isinstance(ends, list | tuple) else () if ends is None else (int(ends),)
