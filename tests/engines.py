@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 import vllm_crossspec
 
 POCKET = Path(vllm_crossspec.__file__).parent / "pocket"
-TARGET, EAGLE3, DFLASH = POCKET / "target", POCKET / "eagle3", POCKET / "dflash"
+TARGET, EAGLE3, DFLASH, DART = POCKET / "target", POCKET / "eagle3", POCKET / "dflash", POCKET / "dart"
+NGRAM = POCKET / "ngram" / "store.safetensors"
 CHAIN = {"type": "chain"}
 K = 7
 

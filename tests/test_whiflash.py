@@ -17,7 +17,7 @@ SEEDED = {"temperature": 1.0, "seed": 11, "max_tokens": MAX_TOKENS}
 
 
 def spec(trees=False, third=False, **router):
-    """Both pocket drafters, shorter than usual, so that there are more rounds; and one of them once more."""
+    """EAGLE-3 and DFlash, shorter than usual, so that there are more rounds; and DART with its n-grams as a third."""
     eagle3 = {"tree": {"depth": 4, "top_k": 3, "num_nodes": 10}} if trees else {"num_speculative_tokens": 4}
     dflash = {"num_speculative_tokens": 7} | ({"tree": {"num_nodes": 12}} if trees else {})
     drafters = {
@@ -25,7 +25,8 @@ def spec(trees=False, third=False, **router):
         "eagle3": {"model": str(engines.EAGLE3), **eagle3},
     }
     if third:
-        drafters["short"] = {"type": "eagle3", "model": str(engines.EAGLE3), "num_speculative_tokens": 2}
+        shape = {"tree": {"num_nodes": 12}, "ngram": str(engines.NGRAM)} if trees else {"tree": engines.CHAIN}
+        drafters["dart"] = {"model": str(engines.DART), "num_speculative_tokens": 5, **shape}
     return {"method": "whiflash", "drafters": drafters, "router": router}
 
 
@@ -125,13 +126,15 @@ def drive(llm, seed, num_requests=14):
     "case",
     [
         {"seed": 1, "max_backlog": 512},
-        {"seed": 2, "max_backlog": 40, "trees": True},
+        {"seed": 2, "max_backlog": 40, "trees": True, "third": True},
         {"seed": 3, "max_backlog": 512, "is_async": True},
     ],
     ids=["roomy", "crowded trees", "async"],
 )
 def test_caches_are_those_of_always_active_drafters(case):
-    settings = spec(case.get("trees", False), policy="entropy", max_backlog=case["max_backlog"])
+    settings = spec(
+        case.get("trees", False), case.get("third", False), policy="entropy", max_backlog=case["max_backlog"]
+    )
     with _engine(settings, case.get("is_async", False)) as llm:
         llm.collective_rpc(shadow.pad_products)
         llm.collective_rpc(functools.partial(shadow.route_at_random, seed=case["seed"]))

@@ -24,6 +24,8 @@ WHIFLASH_DRAFTERS: dict[str, dict[str, Any]] = {
     },
 }
 
+NGRAM_STORE = "{pocket}/ngram/store.safetensors"
+
 METHODS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,
     # `tree` is one of our keys: with it the drafter is our proposer, without it vLLM's own.
@@ -50,6 +52,16 @@ METHODS: dict[str, dict[str, Any] | None] = {
         "num_speculative_tokens": 7,
         "tree": {"type": "best_first", "num_nodes": 60},
     },
+    # The paper's tree, `continuity`, pruned by n-grams; the same without them; and under another parallel drafter.
+    "dart": {"method": "dart", "model": "{pocket}/dart", "ngram": NGRAM_STORE},
+    "dart-nongram": {"method": "dart", "model": "{pocket}/dart"},
+    "dflash-continuity": {
+        "method": "dflash",
+        "model": "{pocket}/dflash",
+        "num_speculative_tokens": 7,
+        "tree": {"type": "continuity"},
+        "ngram": NGRAM_STORE,
+    },
     **{
         f"whiflash-{name}": {"method": "whiflash", "drafters": WHIFLASH_DRAFTERS, "router": router}
         for name, router in {
@@ -61,6 +73,9 @@ METHODS: dict[str, dict[str, Any] | None] = {
     },
 }
 """Every method of the demo and its --speculative-config; `{pocket}` is the folder of the pocket models."""
+
+POCKET_FILES = ("config.json", "router.json", "store.safetensors")
+"""Of which each pocket folder has one."""
 
 TEMPERATURE, TOP_P = 0.8, 0.95
 
@@ -133,7 +148,7 @@ def _job(name: str, folder: Path, prompts: list[Prompt], sampling: dict[str, Any
     if config is not None:
         engine["speculative_config"] = _located(config, folder)
     for model in pocket_folders(config):
-        if not any((folder / model / file).is_file() for file in ("config.json", "router.json")):
+        if not any((folder / model / file).is_file() for file in POCKET_FILES):
             raise ValueError(
                 f"{folder / model} holds no model: check out the repository whole, or train one (`crossspec train`)"
             )
