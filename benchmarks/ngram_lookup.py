@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import numpy as np
 import torch
 from ngram_reference import load_reference
+from synthetic_ngrams import favourites, zipf_tokens
 
 from vllm_crossspec.cli import meta
 from vllm_crossspec.ngram.build import build, make_plan
@@ -50,20 +51,8 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def synthetic(num_nodes: float, seed: int = 0) -> np.ndarray:
-    """Tokens with Zipf's frequencies, half of them drawn given the one before, so that n-grams come again."""
-    rng = np.random.default_rng(seed)
-    size = int(num_nodes * 0.82)
-    weights = 1 / np.arange(1, VOCAB_SIZE + 1) ** 1.05
-    table = np.cumsum(weights / weights.sum())
-    ids = np.searchsorted(table, rng.random(size))
-    # One of eight favourites of the token before it.
-    follows = rng.random(size) < 0.5
-    follows[0] = False
-    favourite = rng.integers(0, 8, size)
-    ids[1:] = np.where(follows[1:], (ids[:-1] * 7919 + favourite[1:] * 104_729) % VOCAB_SIZE, ids[1:])
-    ids = np.minimum(ids, VOCAB_SIZE - 1)
-    ids[::2000] = -1
-    return ids.astype(np.int32)
+    """Made-up text that has about so many n-grams."""
+    return zipf_tokens(int(num_nodes * 0.82), VOCAB_SIZE, seed)
 
 
 def questions(ids: np.ndarray, order: int, rows: int, seed: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,9 +60,9 @@ def questions(ids: np.ndarray, order: int, rows: int, seed: int = 1) -> tuple[to
     rng = np.random.default_rng(seed)
     starts = rng.integers(0, len(ids) - order, rows)
     contexts = np.maximum(np.stack([ids[starts + i] for i in range(order - 1)], axis=1), 0)
-    favourites = (contexts[:, -1:].astype(np.int64) * 7919 + np.arange(8) * 104_729) % VOCAB_SIZE
+    likely = favourites(contexts[:, -1:].astype(np.int64), np.arange(8), VOCAB_SIZE)
     others = ids[rng.integers(0, len(ids), (rows, CANDIDATES - 8))]
-    candidates = np.concatenate((favourites, np.maximum(others, 0)), axis=1)
+    candidates = np.concatenate((likely, np.maximum(others, 0)), axis=1)
     return torch.from_numpy(contexts.astype(np.int32)), torch.from_numpy(candidates.astype(np.int32))
 
 

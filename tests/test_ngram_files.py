@@ -1,4 +1,4 @@
-"""What goes into n-gram stores: .trie files, text and token files, builds that were killed; and `crossspec ngram`."""
+"""What becomes n-gram stores: .trie files, builds that were killed; and `crossspec ngram`."""
 
 import json
 import os
@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from ngram_counts import count, expected, random_tokens, write_trie
+from ngram_counts import count, random_tokens, write_trie
 from typer.testing import CliRunner
 
 from vllm_crossspec.cli.app import app
 from vllm_crossspec.ngram import build as builder
 from vllm_crossspec.ngram.build import build, make_plan
-from vllm_crossspec.ngram.inputs import cut, find_files, load_tokenizer, read_piece
+from vllm_crossspec.ngram.inputs import load_tokenizer
 from vllm_crossspec.ngram.lookup import look_up
 from vllm_crossspec.ngram.store import check_contents, open_store
 from vllm_crossspec.ngram.trie import import_trie
@@ -161,89 +161,6 @@ def test_the_references_own_answers(tmp_path, order):
     assert torch.equal(answers.matched.int(), matched)
     atol = store.header.max_error + 2e-5
     torch.testing.assert_close(answers.log_probs, (probabilities + 1e-10).log(), rtol=0, atol=atol)
-
-
-# -- text and token files -----------------------------------------------------------------------------------------
-
-
-def test_text_tokens_and_pieces_say_the_same(tmp_path):
-    """Documents of text, the same as ids, and a row of ids with separators: one store."""
-    tokenizer = load_tokenizer(POCKET)
-    texts = [f"Question {i}: what is {i} plus {i * 3}?\nAn answer, {'very ' * (i % 4)}long." for i in range(30)]
-    end = tokenizer.token_to_id("<|im_end|>")
-    ids = [[*tokenizer.encode(text).ids, end] for text in texts]
-    for name in ("text", "ids", "row", "files"):
-        (tmp_path / name).mkdir()
-    lines = [json.dumps({"text": text}) for text in texts]
-    (tmp_path / "text" / "a.jsonl").write_text("\n".join(lines) + "\n\n")
-    (tmp_path / "ids" / "a.jsonl").write_text("\n".join(json.dumps({"tokens": row}) for row in ids))
-    np.save(tmp_path / "row" / "a.npy", np.array([token for row in ids for token in [*row, -1]], dtype=np.int32))
-    for i, text in enumerate(texts):
-        (tmp_path / "files" / f"{i}.txt").write_text(text)
-    contents = set()
-    for name in ("text", "ids", "row", "files"):
-        for piece_size in (1 << 20, 331):
-            out = tmp_path / "out"
-            plan = make_plan([tmp_path / name], tokenizer=POCKET, piece_size=piece_size)
-            assert plan.eos == end and plan.vocab_size == 4096
-            build(plan, out)
-            contents.add(out.read_bytes())
-    assert len(contents) == 1
-    counts = count([token for row in ids for token in [*row, -1]], 3)
-    assert open_store(out).header.num_nodes == len(counts)
-    log_probs, matched = look_up(open_store(out), torch.tensor([ids[3][:2]]), torch.tensor([ids[3][2:3]]))
-    log_prob, length = expected(counts, ids[3][:2], ids[3][2])
-    assert matched == length == 2 and abs(float(log_probs) - log_prob) < 1e-3
-
-
-def test_pieces_cut_files_anywhere(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(json.dumps({"tokens": [i] * (i % 7 + 1)}) for i in range(40)))
-    for size in (1, 10, 33, 10_000):
-        documents = [tokens.ids.tolist() for piece in cut([path], size) for tokens in read_piece(piece, 3, None, None)]
-        assert documents == [[i] * (i % 7 + 1) + [-1] for i in range(40)]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("a.jsonl", b'{"text": "no tokenizer"}\n', "holds text: --tokenizer FOLDER"),
-        ("a.jsonl", b'{"tokens": [1]}\n{"tokens": [1, -2]}\n', r"a.jsonl \(line at byte 16\): a line is an object"),
-        ("a.jsonl", b"nonsense\n", r"a.jsonl \(line at byte 0\) is not JSON"),
-        ("a.jsonl", b'{"tokens": [1, 40]}\n', "a.jsonl: token 40 is none of a vocabulary of 40"),
-        ("a.txt", b"words", "text files need --tokenizer"),
-        ("a.npy", b"\x93NUMPY", "is no whole .npy file"),
-        ("a.csv", b"1,2", "name a folder, or a file that ends in"),
-    ],
-)
-def test_inputs_that_are_none(tmp_path, name, content, says):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=says) as problem:
-        build(make_plan([tmp_path / name], vocab_size=VOCAB_SIZE), tmp_path / "out")
-    assert "\n" not in str(problem.value) and not (tmp_path / "out").exists()
-
-
-def test_settings_that_cannot_be(tmp_path):
-    (tmp_path / "a.jsonl").write_text('{"tokens": [1]}')
-    for settings, says in (
-        ({"order": 6, "vocab_size": 40}, "--order 6: choose 2 to 5"),
-        ({"order": 1, "vocab_size": 40}, "--order 1: choose 2 to 5"),
-        ({"bits": 4, "vocab_size": 40}, "--bits 4: choose 8 or 16"),
-        ({"min_count": 0, "vocab_size": 40}, "--min-count 0"),
-        ({"vocab_size": 1 << 22}, "--vocab-size 4194304"),
-        ({"tokenizer": POCKET, "vocab_size": 40}, "the tokenizer has 4096 tokens"),
-        ({"tokenizer": tmp_path}, "there is no tokenizer.json"),
-        ({}, "token files need --tokenizer FOLDER"),
-    ):
-        with pytest.raises(ValueError, match=says):
-            make_plan([tmp_path / "a.jsonl"], **settings)
-    with pytest.raises(ValueError, match="the folder has no"):
-        find_files([_empty(tmp_path)])
-
-
-def _empty(folder):
-    (folder / "empty").mkdir()
-    return folder / "empty"
 
 
 # -- killed builds ------------------------------------------------------------------------------------------------

@@ -51,8 +51,9 @@ def build(
     inputs: Annotated[
         list[Path],
         typer.Argument(
-            help="Files or folders of them: .jsonl (a line is an object with `text` or `tokens`), .txt (a document), "
-            ".npy (token ids in a row, a negative one between documents).",
+            help="Files or folders of them: .jsonl or .jsonl.gz (a line is an object with `text`, with `tokens`, with "
+            "`prompt` and `response`, or what `crossspec train generate` wrote), .txt (a document), .npy (token ids in "
+            "a row, a negative one between documents).",
             show_default=False,
         ),
     ],
@@ -74,8 +75,9 @@ def build(
 ) -> None:
     """Count n-grams and write a store. Killed, it goes on where it was when called again with the same settings.
 
-    Documents of text end with the tokenizer's end-of-text token. Counts are sorted in runs that fit the memory given
-    and lie in a folder beside OUT (about 16 bytes a token read), so the input may be of any size.
+    Documents of text end with the tokenizer's end-of-text token; prompts and responses are rendered by the model's chat
+    template. Counts are sorted in runs that fit the memory given and lie in a folder beside OUT (about 16 bytes a token
+    read), so the input may be of any size. An input that is named twice counts double.
 
     Example: crossspec ngram build train.jsonl --tokenizer Qwen3-8B --out qwen3.ngram.safetensors --workers 8
     """

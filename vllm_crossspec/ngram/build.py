@@ -141,7 +141,8 @@ def count_piece(plan: Plan, folder: Path, budget: int, number: int, piece: Piece
     stem = folder / f"piece-{number:06d}"
     for left in folder.glob(f"{stem.name}-*"):  # of a worker that was killed
         left.unlink()
-    batches = inputs.read_piece(piece, plan.order, _tokenizer(plan.tokenizer), plan.eos)
+    render = functools.partial(inputs.render_chat, Path(plan.tokenizer)) if plan.tokenizer else None
+    batches = inputs.read_piece(piece, plan.order, _tokenizer(plan.tokenizer), plan.eos, render)
     try:
         names = write_runs(batches, Keys(plan.order, plan.vocab_size), budget, stem)
     except ValueError as problem:

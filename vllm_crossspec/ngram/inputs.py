@@ -1,32 +1,48 @@
 """What n-grams are counted in: text and token files, cut into pieces that workers take.
 
-    .jsonl   a document a line: {"text": "..."} or {"tokens": [...]}
+    .jsonl   a document a line: {"text": "..."}, {"tokens": [...]}, a chat {"prompt": "...", "response": "..."}, or a
+             line that `crossspec train generate` wrote, {"prompt_ids": [...], "response_ids": [...]}
     .txt     one document
     .npy     1-D integers; a negative number ends a document
 
-As in the reference, a document of text ends with the tokenizer's end-of-text token.
+A .jsonl may be compressed (.jsonl.gz). As in the reference, a document of text ends with the tokenizer's end-of-text
+token; a chat is rendered by the model's chat template, which ends it itself.
 """
 
+import functools
+import gzip
 import json
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.int64]
-SUFFIXES = (".jsonl", ".txt", ".npy")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".txt", ".npy")
 SEPARATOR = -1
 DOCUMENTS_AT_ONCE = 256
 
 
 class Piece(NamedTuple):
-    """Part of a file: bytes of a .jsonl (lines that begin there), elements of a .npy, the whole of a .txt."""
+    """Part of a file: bytes of a .jsonl (lines that begin there), elements of a .npy, the whole of any other."""
 
     file: str
     begin: int
     end: int
+
+
+class Chat(NamedTuple):
+    """A question and its answer, as text."""
+
+    prompt: str
+    response: str
+
+
+Render = Callable[[Chat], str]
+Document = str | Chat | Array
 
 
 class Tokens(NamedTuple):
@@ -41,11 +57,11 @@ def find_files(inputs: list[Path]) -> list[Path]:
     found: list[Path] = []
     for path in inputs:
         if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES and file.is_file())
+            inside = sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
             if not inside:
                 raise ValueError(f"{path}: the folder has no {', '.join(SUFFIXES)} file")
             found += inside
-        elif path.is_file() and path.suffix in SUFFIXES:
+        elif path.is_file() and path.name.endswith(SUFFIXES):
             found.append(path)
         else:
             raise ValueError(f"{path}: name a folder, or a file that ends in {', '.join(SUFFIXES)}")
@@ -57,12 +73,14 @@ def cut(files: list[Path], piece_size: int) -> list[Piece]:
     pieces = []
     for path in files:
         size = path.stat().st_size if path.suffix != ".npy" else len(_map_tokens(path))
-        step = piece_size if path.suffix != ".txt" else max(1, size)
+        step = piece_size if path.suffix in (".jsonl", ".npy") else max(1, size)
         pieces += [Piece(str(path), begin, min(begin + step, size)) for begin in range(0, size, step)]
     return pieces
 
 
-def read_piece(piece: Piece, order: int, tokenizer: Any, eos: int | None) -> Iterator[Tokens]:
+def read_piece(
+    piece: Piece, order: int, tokenizer: Any, eos: int | None, render: Render | None = None
+) -> Iterator[Tokens]:
     """The tokens of a piece, some documents at a time.
 
     Args:
@@ -70,6 +88,7 @@ def read_piece(piece: Piece, order: int, tokenizer: Any, eos: int | None) -> Ite
         order: tokens of an n-gram: a .npy piece comes with ``order - 1`` tokens more than begin in it.
         tokenizer: of the ``tokenizers`` package, or None where text is refused.
         eos: appended to documents of text.
+        render: makes text of a chat, or None where chats are refused.
 
     Raises:
         ValueError: one sentence that names the file and line.
@@ -79,52 +98,92 @@ def read_piece(piece: Piece, order: int, tokenizer: Any, eos: int | None) -> Ite
         ids = np.asarray(_map_tokens(path)[piece.begin : piece.end + order - 1], dtype=np.int64)
         yield Tokens(ids, piece.end - piece.begin)
         return
-    texts: list[str] = []
+    waiting: list[str | Chat] = []
     if path.suffix == ".txt":
-        texts = [path.read_text(encoding="utf-8", errors="replace")]
+        waiting = [path.read_text(encoding="utf-8", errors="replace")]
     else:
         for document in _lines(path, piece):
-            if isinstance(document, str):
-                texts.append(document)
-                if len(texts) == DOCUMENTS_AT_ONCE:
-                    yield _join(_encode(texts, tokenizer, eos, path))
-                    texts = []
-            else:
+            if isinstance(document, np.ndarray):
                 yield _join([document])
-    if texts:
-        yield _join(_encode(texts, tokenizer, eos, path))
+                continue
+            waiting.append(document)
+            if len(waiting) == DOCUMENTS_AT_ONCE:
+                yield _join(_encode(waiting, tokenizer, eos, render, path))
+                waiting = []
+    if waiting:
+        yield _join(_encode(waiting, tokenizer, eos, render, path))
 
 
-def _lines(path: Path, piece: Piece) -> Iterator[str | Array]:
+def _lines(path: Path, piece: Piece) -> Iterator[Document]:
     """Documents whose line begins in the piece."""
+    if path.suffix == ".gz":
+        try:
+            with gzip.open(path) as file:
+                yield from _documents(file, None, path)
+        except (OSError, EOFError, zlib.error) as problem:
+            raise ValueError(f"{path} is no whole .gz file ({problem}): compress it again") from problem
+        return
     with path.open("rb") as file:
         if piece.begin:
             file.seek(piece.begin - 1)
             file.readline()
-        while (at := file.tell()) < piece.end:
-            line = file.readline()
-            if line.strip():
-                yield _document(line, f"{path} (line at byte {at})")
+        yield from _documents(file, piece.end, path)
 
 
-def _document(line: bytes, where: str) -> str | Array:
+def _documents(file: IO[bytes] | gzip.GzipFile, end: int | None, path: Path) -> Iterator[Document]:
+    """Of the lines from here on that begin before ``end``."""
+    while True:
+        at = file.tell()
+        line = file.readline()
+        if not line or (end is not None and at >= end):
+            return
+        if line.strip():
+            yield _document(line, f"{path} (line at byte {at})")
+
+
+def _document(line: bytes, where: str) -> Document:
     try:
         content = json.loads(line)
     except ValueError as problem:
         raise ValueError(f"{where} is not JSON: {problem}") from problem
-    if isinstance(content, dict) and isinstance(content.get("text"), str):
-        return str(content["text"])
-    ids = content.get("tokens") if isinstance(content, dict) else None
-    if isinstance(ids, list) and all(type(token) is int and token >= 0 for token in ids):
+    content = content if isinstance(content, dict) else {}
+    if isinstance(text := content.get("text"), str):
+        return text
+    if _is_ids(ids := content.get("tokens")):
         return np.array(ids, dtype=np.int64)
-    raise ValueError(f"{where}: a line is an object with `text`, a string, or `tokens`, a list of ids")
+    prompt, response = content.get("prompt_ids"), content.get("response_ids")
+    if _is_ids(prompt) and _is_ids(response):
+        return np.array(prompt + response, dtype=np.int64)
+    prompt, response = content.get("prompt"), content.get("response")
+    if isinstance(prompt, str) and isinstance(response, str):
+        return Chat(prompt, response)
+    raise ValueError(
+        f"{where}: a line is an object with `text`, a string, or `tokens`, a list of ids, or with `prompt` and "
+        "`response` (strings), or `prompt_ids` and `response_ids`"
+    )
 
 
-def _encode(texts: list[str], tokenizer: Any, eos: int | None, path: Path) -> list[Array]:
+def _is_ids(value: Any) -> TypeGuard[list[int]]:
+    return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
+
+
+def _encode(
+    documents: list[str | Chat], tokenizer: Any, eos: int | None, render: Render | None, path: Path
+) -> list[Array]:
     if tokenizer is None:
         raise ValueError(f"{path} holds text: --tokenizer FOLDER says how to make tokens of it")
     end = [] if eos is None else [eos]
-    return [np.array(encoding.ids + end, dtype=np.int64) for encoding in tokenizer.encode_batch(texts)]
+    texts = [document for document in documents if isinstance(document, str)]
+    found = [encoding.ids + end for encoding in tokenizer.encode_batch(texts)]
+    if chats := [document for document in documents if isinstance(document, Chat)]:
+        if render is None:
+            raise ValueError(f"{path} holds chats: --tokenizer FOLDER says how to render them")
+        try:
+            rendered = [render(chat) for chat in chats]
+        except ValueError as problem:
+            raise ValueError(f"{path} holds chats: {problem}") from problem
+        found += [encoding.ids for encoding in tokenizer.encode_batch(rendered, add_special_tokens=False)]
+    return [np.array(ids, dtype=np.int64) for ids in found]
 
 
 def _join(documents: list[Array]) -> Tokens:
@@ -169,3 +228,31 @@ def tokenizer_facts(folder: Path, tokenizer: Any) -> TokenizerFacts:
     eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
     name = eos.get("content") if isinstance(eos, dict) else eos
     return TokenizerFacts(vocab_size, tokenizer.token_to_id(name) if name else None)
+
+
+def render_chat(folder: Path, chat: Chat) -> str:
+    """A chat as the model of a folder sees it. Raises ValueError where the folder has no template for chats.
+
+    Prompts and answers are plain text: special tokens in them (data sets often have the end of the text there) are left
+    out, and so is white space around them.
+    """
+    tokenizer = _chat_tokenizer(folder if folder.is_dir() else folder.parent)
+    said = []
+    for text in chat:
+        for special in tokenizer.all_special_tokens:
+            text = text.replace(special, "")
+        said.append(text.strip())
+    messages = [{"role": "user", "content": said[0]}, {"role": "assistant", "content": said[1]}]
+    return str(tokenizer.apply_chat_template(messages, tokenize=False))
+
+
+@functools.lru_cache(maxsize=1)
+def _chat_tokenizer(folder: Path) -> Any:
+    try:
+        from transformers import AutoTokenizer
+    except ModuleNotFoundError as problem:
+        raise ValueError('rendering them needs transformers: run `pip install "vllm-crossspec[train]"`') from problem
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if not tokenizer.chat_template:
+        raise ValueError(f"{folder} has no chat template: give lines with `text` instead")
+    return tokenizer
