@@ -100,6 +100,30 @@ def random_eagle3(
     return _write(folder, config, tensors)
 
 
+def random_dart(folder: Path, target_folder: Path, draft_vocab_size: int, draft_length: int = 7, seed: int = 0) -> Path:
+    """A random DART drafter for a target folder, in fvliang's format; it knows the tokens of ``random_eagle3``."""
+    target = json.loads((target_folder / "config.json").read_text())
+    c = _layer_config(target)
+    hidden, vocab = c["hidden_size"], c["vocab_size"]
+    shapes = _layer_shapes(EAGLE3_LAYER, c, 2 * hidden, qk_norm=False)
+    shapes |= {f"{EAGLE3_LAYER}hidden_norm.weight": (hidden,), "norm.weight": (hidden,)}
+    shapes |= {"fc.weight": (hidden, 3 * hidden), "lm_head.weight": (draft_vocab_size, hidden)}
+    tensors = _tensors(shapes, seed + 1)
+    tensors[f"{EAGLE3_LAYER}mask_rep"] = torch.randn(2 * hidden, generator=torch.Generator().manual_seed(seed + 2))
+    kept = torch.randperm(vocab, generator=torch.Generator().manual_seed(seed))[:draft_vocab_size].sort().values
+    tensors["d2t"] = kept - torch.arange(draft_vocab_size)
+    tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, kept, True)
+    config = c | {
+        "architectures": ["LlamaForCausalLMDart"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_length": draft_length,
+        "draft_vocab_size": draft_vocab_size,
+        "torch_dtype": "float32",
+    }
+    return _write(folder, config, tensors)
+
+
 def random_dflash(folder: Path, target_folder: Path, layers: tuple[int, ...] = (1, 4), block_size: int = 8) -> Path:
     """A random DFlash drafter of two layers for a target folder, in z-lab's format."""
     target = json.loads((target_folder / "config.json").read_text())

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import engines
 import pytest
 import torch
-from reference import compare, models, recorder, safeailab, target, zlab
+from reference import compare, fvliang, models, recorder, safeailab, target, zlab
 
 pytestmark = pytest.mark.e2e
 
@@ -55,7 +55,7 @@ def case(name):
         return Case(models.wide(Path(scratch().name) / name), 7, random_prompts())
     if name == "narrow":
         return Case(models.narrow(Path(scratch().name) / name), 4, random_prompts())
-    return Case(models.Models(engines.TARGET, engines.EAGLE3, engines.DFLASH), 7, pocket_prompts())
+    return Case(models.Models(engines.TARGET, engines.EAGLE3, engines.DFLASH, engines.DART), 7, pocket_prompts())
 
 
 @functools.cache
@@ -113,6 +113,26 @@ def dflash_agreement(name, how, break_it: Callable = lambda model: None):
     return report(f"DFlash {name} {how}", total)
 
 
+def dart_agreement(name, how, break_it: Callable = lambda model: None, shift=0, roll=0):
+    """Our DART's first choices beside fvliang's logits; the last three arguments spoil the reference."""
+    hf, one, source = hf_target(name), case(name), checkout(fvliang)
+    model = fvliang.load(source, one.models.dart, hf.get_input_embeddings().weight)
+    break_it(model)
+    kept = model.d2t + torch.arange(len(model.d2t))
+    layers = tuple(layer + shift for layer in fvliang.tapped_layers(hf.config.num_hidden_layers))
+    total = compare.Agreement()
+    for trace in traces(name, "dart")[how]:
+        states = target.states(hf, trace.tokens, layers).roll(roll, dims=1)
+        cache, done, drafted = fvliang.Cache(source, model, len(trace.tokens) + 16), 0, {}
+        for known in sorted(trace.drafts):
+            logits = fvliang.draft_logits(model, states[:, done : known - 1], trace.tokens[:known], cache)
+            logits = logits[: one.num_draft_tokens]
+            drafted[known] = compare.Draft(kept[logits.argmax(dim=-1)].tolist(), compare.top_gaps(logits))
+            done = known - 1
+        total += compare.compare(trace.drafts, drafted)
+    return report(f"DART {name} {how}", total)
+
+
 def report(what, agreement):
     print(f"{what}: {agreement}")
     return agreement
@@ -138,6 +158,13 @@ def test_eagle3_drafts_as_safeailab(name, how):
 def test_dflash_drafts_as_zlab(name, how):
     checkout(zlab)
     check(dflash_agreement(name, how), name, how)
+
+
+@pytest.mark.parametrize("how", SAMPLINGS)
+@pytest.mark.parametrize("name", ["wide", "narrow", "pocket"])
+def test_dart_drafts_as_fvliang(name, how):
+    checkout(fvliang)
+    check(dart_agreement(name, how), name, how)
 
 
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])
@@ -202,6 +229,21 @@ def change_mask(model):
 )
 def test_a_spoilt_eagle3_reference_is_seen(spoilt):
     agreement = eagle3_agreement("wide", "greedy", **spoilt)
+    assert agreement.equal_rounds < 0.5 * agreement.rounds
+
+
+def change_mask_vector(model):
+    """DART: another vector stands for "to be drafted"."""
+    model.midlayer.mask_rep.data *= 1.5
+
+
+@pytest.mark.parametrize(
+    "spoilt",
+    [{"break_it": change_mask_vector}, {"shift": 1}, {"roll": 1}],
+    ids=["mask", "layers", "states"],
+)
+def test_a_spoilt_dart_reference_is_seen(spoilt):
+    agreement = dart_agreement("wide", "greedy", **spoilt)
     assert agreement.equal_rounds < 0.5 * agreement.rounds
 
 

@@ -59,7 +59,7 @@ def scratch():
 @functools.cache
 def folders(name):
     if name == "pocket":
-        return models.Models(engines.TARGET, engines.EAGLE3, engines.DFLASH)
+        return models.Models(engines.TARGET, engines.EAGLE3, engines.DFLASH, engines.DART)
     return getattr(models, name)(Path(scratch().name) / name)
 
 

@@ -83,7 +83,7 @@ def test_commands_refuse_before_they_work(tmp_path, data, responses, target_fold
     assert isinstance(error, ValueError) and "--data" in str(error)
 
 
-@pytest.mark.parametrize("kind", ["", "target", "generate", "eagle3", "dflash"])
+@pytest.mark.parametrize("kind", ["", "target", "generate", "eagle3", "dflash", "dart"])
 def test_help_teaches(kind):
     result = CliRunner().invoke(train_app, [*([kind] if kind else []), "--help"])
     assert result.exit_code == 0 and "--out" in result.output

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from vllm_crossspec.training.dart import DartConfig, train_dart
 from vllm_crossspec.training.data import IM_END
 from vllm_crossspec.training.dflash import DFlashConfig, train_dflash
 from vllm_crossspec.training.eagle3 import Eagle3Config, train_eagle3
@@ -28,8 +29,11 @@ DFLASH = DFlashConfig(
     anchors_per_row=8,
     bfloat16=False,
 )
+DART = DartConfig(
+    intermediate_size=48, draft_vocab_size=96, num_drafts=4, rows_per_step=4, anchors_per_row=8, bfloat16=False
+)
 LOOP = LoopConfig(steps=24, lr=1e-2, warmup=4, save_every=6, eval_every=12)
-TRAINERS = {"eagle3": (train_eagle3, EAGLE3), "dflash": (train_dflash, DFLASH)}
+TRAINERS = {"eagle3": (train_eagle3, EAGLE3), "dflash": (train_dflash, DFLASH), "dart": (train_dart, DART)}
 
 
 def texts() -> list[dict[str, str]]:

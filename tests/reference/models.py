@@ -37,10 +37,11 @@ class Models(NamedTuple):
     target: Path
     eagle3: Path
     dflash: Path
+    dart: Path
 
 
 def wide(folder: Path) -> Models:
-    """Every token can be generated; EAGLE-3 knows a quarter of them. Hardly any draft is accepted."""
+    """Every token can be generated; EAGLE-3 and DART know a quarter of them. Hardly any draft is accepted."""
     target = _target(folder / "target")
     return Models(target, *_drafters(folder, target, draft_vocab_size=VOCAB // 4))
 
@@ -77,23 +78,24 @@ def _target(folder: Path) -> Path:
     return folder
 
 
-def _drafters(folder: Path, target: Path, draft_vocab_size: int) -> tuple[Path, Path]:
+def _drafters(folder: Path, target: Path, draft_vocab_size: int) -> tuple[Path, Path, Path]:
     eagle3 = checkpoints.random_eagle3(folder / "eagle3", target, draft_vocab_size)
     dflash = checkpoints.random_dflash(folder / "dflash", target, layers=(1, 3, 6))
-    for seed, drafter in enumerate((eagle3, dflash)):
+    dart = checkpoints.random_dart(folder / "dart", target, draft_vocab_size)
+    for seed, drafter in enumerate((eagle3, dflash, dart)):
         for tensors in _rewritten(drafter):
             _vary_norms(tensors, seed)
             for name in tensors:
                 # Else the residual stream wins, and a draft is the same token over and over.
                 if name.endswith(("o_proj.weight", "down_proj.weight", "k_proj.weight")):
                     tensors[name] *= 2.0
-    return eagle3, dflash
+    return eagle3, dflash, dart
 
 
 def _vary_norms(tensors: dict[str, torch.Tensor], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for name, old in tensors.items():
-        if old.ndim == 1 and old.is_floating_point():
+        if name.endswith("norm.weight"):
             mean = 1.5 if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
             tensors[name] = mean + 0.3 * torch.randn(old.shape, generator=generator)
 

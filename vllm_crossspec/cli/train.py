@@ -47,6 +47,13 @@ Teacher = Annotated[
     ),
 ]
 Rows = Annotated[int, typer.Option(min=1, help="Responses of one optimizer step.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="cpu, cuda, or auto: a GPU where torch sees one. No GPU was at hand when this was written: what runs "
+        "there (FlexAttention, compiled) is tested against the CPU's form of it, but was never run or timed."
+    ),
+]
 Bfloat16 = Annotated[bool, typer.Option("--bfloat16/--float32", help="Of the computation; the weights are float32.")]
 
 
@@ -167,6 +174,7 @@ def train_eagle3_command(
     rows_per_step: Rows = 16,
     anchors: Annotated[int, typer.Option(min=1, help="Drafts of one response in one step.")] = 48,
     bfloat16: Bfloat16 = True,
+    device: Device = "auto",
     seed: Seed = 0,
     threads: Threads = 0,
     resume: Resume = True,
@@ -190,7 +198,7 @@ def train_eagle3_command(
         anchors_per_row=anchors,
         bfloat16=bfloat16,
     )
-    train_eagle3(data, target, out, config, LoopConfig(steps=steps, lr=lr, seed=seed))
+    train_eagle3(data, target, out, config, LoopConfig(steps=steps, lr=lr, seed=seed), device)
     sys.stdout.write(f"drafter in {out / 'model'}\n")
 
 
@@ -210,6 +218,7 @@ def train_dflash_command(
     rows_per_step: Rows = 16,
     anchors: Annotated[int, typer.Option(min=1, help="Blocks of one response in one step.")] = 24,
     bfloat16: Bfloat16 = True,
+    device: Device = "auto",
     seed: Seed = 0,
     threads: Threads = 0,
     resume: Resume = True,
@@ -235,7 +244,60 @@ def train_dflash_command(
         anchors_per_row=anchors,
         bfloat16=bfloat16,
     )
-    train_dflash(data, target, out, config, LoopConfig(steps=steps, lr=lr, seed=seed))
+    train_dflash(data, target, out, config, LoopConfig(steps=steps, lr=lr, seed=seed), device)
+    sys.stdout.write(f"drafter in {out / 'model'}\n")
+
+
+@app.command("dart")
+def train_dart_command(
+    data: Responses,
+    target: Target,
+    out: Out,
+    steps: Steps = 2200,
+    lr: Rate = 2e-3,
+    draft_vocab: Annotated[int, typer.Option(min=1, help="The most frequent response tokens that it knows.")] = 3072,
+    intermediate_size: Annotated[int, typer.Option(min=1, help="Width of its MLP.")] = 1024,
+    num_drafts: Annotated[int, typer.Option(min=2, help="Tokens of a draft: an entry and num-drafts - 1 masks.")] = 8,
+    gamma: Annotated[
+        float, typer.Option(min=0.01, max=1.0, help="Draft i weighs gamma^(i - 1) in the loss; the paper's 0.6.")
+    ] = 0.6,
+    shifted: Annotated[
+        bool,
+        typer.Option("--shifted/--unshifted", help="Rows predict the token after their place (DART), or their own."),
+    ] = True,
+    teacher_temperature: Teacher = 1.0,
+    rows_per_step: Rows = 16,
+    anchors: Annotated[int, typer.Option(min=0, help="Drafts of one response in one step; 0: at every place.")] = 32,
+    bfloat16: Bfloat16 = True,
+    device: Device = "auto",
+    seed: Seed = 0,
+    threads: Threads = 0,
+    resume: Resume = True,
+) -> None:
+    """Train a DART drafter (parallel logits, fvliang's format) by annealed KL; the defaults are the pocket one.
+
+    Prints and stores (`acceptance.json`) the tokens a round on the held-out responses, of its first choices alone:
+    the n-gram store that joins them into trees is made with `crossspec ngram build`. An `--unshifted` drafter is for
+    comparing; no engine decodes with it.
+    """
+    _folder("--data", data, "make it with `crossspec train generate`")
+    _model_folder(target)
+    _begin(out, threads, resume)
+    from vllm_crossspec.training.dart import DartConfig, train_dart
+    from vllm_crossspec.training.loop import LoopConfig
+
+    config = DartConfig(
+        intermediate_size=intermediate_size,
+        draft_vocab_size=draft_vocab,
+        num_drafts=num_drafts,
+        gamma=gamma,
+        is_shifted=shifted,
+        teacher_temperature=teacher_temperature,
+        rows_per_step=rows_per_step,
+        anchors_per_row=anchors,
+        bfloat16=bfloat16,
+    )
+    train_dart(data, target, out, config, LoopConfig(steps=steps, lr=lr, seed=seed), device)
     sys.stdout.write(f"drafter in {out / 'model'}\n")
 
 

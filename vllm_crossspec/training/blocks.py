@@ -43,7 +43,7 @@ class MLP(nn.Module):
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
     """Rotary embedding in the half-split ("neox") layout: x [..., heads, D] at positions [...]."""
     half = x.shape[-1] // 2
-    frequency = theta ** (-torch.arange(half, dtype=torch.float32) / half)
+    frequency = theta ** (-torch.arange(half, dtype=torch.float32, device=x.device) / half)
     angle = positions.float()[..., None, None] * frequency
     cos, sin = angle.cos(), angle.sin()
     low, high = x[..., :half].float(), x[..., half:].float()
@@ -55,6 +55,8 @@ def draft_attention(
     context: tuple[torch.Tensor, torch.Tensor],
     limits: torch.Tensor,
     own: tuple[torch.Tensor, torch.Tensor] | None,
+    *,
+    is_causal: bool = False,
 ) -> torch.Tensor:
     """Attention of many drafts over one shared context and, each, over its own tokens.
 
@@ -67,6 +69,7 @@ def draft_attention(
         context: keys and values [B, T, k, D].
         limits: int64 [B, A].
         own: keys and values [B, A, J, k, D], or None.
+        is_causal: query token s sees ``own`` tokens up to s + J - S only, so that the last one sees them all.
 
     Returns:
         [B, A, S, h * D].
@@ -80,11 +83,16 @@ def draft_attention(
     folded = folded * dim**-0.5
     scores = folded.flatten(2, 3) @ keys.permute(0, 2, 3, 1)
     scores = scores.view(rows, kv_heads, drafts, length * group, tokens).float()
-    hidden = torch.arange(tokens) >= limits[..., None]
+    hidden = torch.arange(tokens, device=limits.device) >= limits[..., None]
     scores = scores.masked_fill(hidden[:, None, :, None], -torch.inf)
     if own is not None:
         own_keys, own_values = (x.permute(0, 3, 1, 2, 4) for x in own)
-        scores = torch.cat([scores, (folded @ own_keys.transpose(-1, -2)).float()], dim=-1)
+        own_scores = (folded @ own_keys.transpose(-1, -2)).float()
+        if is_causal:
+            own_length = own_keys.shape[-2]
+            ahead = torch.ones(length, own_length, dtype=torch.bool, device=query.device).triu(own_length - length + 1)
+            own_scores = own_scores.masked_fill(ahead.repeat_interleave(group, dim=0), -torch.inf)
+        scores = torch.cat([scores, own_scores], dim=-1)
     weights = scores.softmax(-1).to(values.dtype)
     out = weights[..., :tokens].flatten(2, 3) @ values.transpose(1, 2)
     out = out.view(rows, kv_heads, drafts, length * group, dim)

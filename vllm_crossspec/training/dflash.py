@@ -29,7 +29,7 @@ from vllm_crossspec.training.generations import (
     sample_anchors,
 )
 from vllm_crossspec.training.loop import LoopConfig, Trainer
-from vllm_crossspec.training.states import FrozenTarget, States, load_target
+from vllm_crossspec.training.states import FrozenTarget, States, choose_device, load_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +141,8 @@ class DFlashDrafter(nn.Module):
             Normed outputs [B, A, S - 1, H] of the masks, ready for the target's head.
         """
         context = self.hidden_norm(self.fc(states.taps))
-        places = torch.arange(context.shape[1])
-        positions = anchors[..., None] + torch.arange(block.shape[2])
+        places = torch.arange(context.shape[1], device=anchors.device)
+        positions = anchors[..., None] + torch.arange(block.shape[2], device=anchors.device)
         x = block
         for layer in self.layers:
             attention = layer.self_attn
@@ -162,7 +162,7 @@ def mask_blocks(
     tokens: torch.Tensor, anchors: torch.Tensor, embedding: torch.Tensor, block_size: int, mask_id: int
 ) -> torch.Tensor:
     """Embeddings [B, A, block_size, H] of blocks that begin with the token at each anchor and go on with masks."""
-    ids = torch.full((*anchors.shape, block_size), mask_id)
+    ids = torch.full((*anchors.shape, block_size), mask_id, device=tokens.device)
     ids[..., 0] = tokens.gather(1, anchors)
     return F.embedding(ids, embedding)
 
@@ -178,13 +178,14 @@ def dflash_loss(
     """Cross-entropy with the target's distribution at every mask, earlier masks weighing more, in nats a token."""
     states = target.states(batch.tokens)
     anchors, real = sample_anchors(batch, 0, config.anchors_per_row, generator)
-    steps = torch.arange(config.block_size - 1)
+    steps = torch.arange(config.block_size - 1, device=anchors.device)
     source = anchors[..., None] + steps
     valid = real[..., None] & (source + 1 < batch.ends[:, None, None])
     source = source.clamp(max=batch.tokens.shape[1] - 1)
     teacher = target.teach(states, batch, config.teacher_temperature)
-    places = teacher.index[torch.arange(len(anchors))[:, None, None], source][valid]
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.bfloat16):
+    rows = torch.arange(len(anchors), device=anchors.device)[:, None, None]
+    places = teacher.index[rows, source][valid]
+    with torch.autocast(anchors.device.type, dtype=torch.bfloat16, enabled=config.bfloat16):
         block = mask_blocks(batch.tokens, anchors, target.embedding, config.block_size, mask_id)
         logits = F.linear(model(states, block, anchors)[valid], target.head).float()
     weight = torch.exp(-steps / config.decay).expand(valid.shape)[valid]
@@ -232,7 +233,7 @@ def checkpoint(model: DFlashDrafter, config: DFlashConfig, target, mask_id: int)
         "use_sliding_window": False,
         "vocab_size": target.vocab_size,
     }
-    return settings, dict(model.state_dict())
+    return settings, {name: x.cpu() for name, x in model.state_dict().items()}
 
 
 def offline_acceptance(
@@ -242,23 +243,28 @@ def offline_acceptance(
     model.eval()
 
     def draft(batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
-        states = target.states(batch.tokens)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.bfloat16):
-            block = mask_blocks(batch.tokens, anchors, target.embedding, config.block_size, mask_id)
-            return F.linear(model(states, block, anchors), target.head).argmax(-1)
+        tokens, anchors = batch.tokens.to(target.device), anchors.to(target.device)
+        states = target.states(tokens)
+        with torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=config.bfloat16):
+            block = mask_blocks(tokens, anchors, target.embedding, config.block_size, mask_id)
+            return F.linear(model(states, block, anchors), target.head).argmax(-1).cpu()
 
     return measure(rows, draft, config.block_size - 1)
 
 
 def train_dflash(
-    data: Path, target_folder: Path, out: Path, config: DFlashConfig, loop: LoopConfig
+    data: Path, target_folder: Path, out: Path, config: DFlashConfig, loop: LoopConfig, device: str = "cpu"
 ) -> dict[str, float]:
     """Train on the generations in ``data`` and write the drafter to ``out/model``; resumes from ``out/state.pt``.
+
+    Args:
+        device: ``cpu``, ``cuda`` or ``auto``; not part of what the run is, so that it may go on elsewhere.
 
     Returns:
         The held-out acceptance at the end, also in ``out/acceptance.json`` (empty without ``dev-*`` shards).
     """
-    causal_lm, tokenizer = load_target(target_folder, torch.float32)
+    place = choose_device(device)
+    causal_lm, tokenizer = load_target(target_folder, torch.float32, place)
     settings = causal_lm.config
     mask_id = tokenizer.get_vocab().get(MASK)
     if mask_id is None:
@@ -269,7 +275,7 @@ def train_dflash(
     target = FrozenTarget(causal_lm, [i + 1 for i in ids], config.bfloat16)
     rows = read_generations(data, "train", settings.vocab_size)
     held_out = read_generations(data, "dev", settings.vocab_size) if list(data.glob("dev-*.jsonl.gz")) else []
-    model = DFlashDrafter(config, settings, loop.seed)
+    model = DFlashDrafter(config, settings, loop.seed).to(place)
 
     def evaluate() -> dict[str, float]:
         write_drafter(out / "model", *checkpoint(model, config, settings, mask_id))
@@ -278,7 +284,8 @@ def train_dflash(
     settings_now = asdict(config) | asdict(loop) | {"data": str(data.resolve()), "target": str(target_folder.resolve())}
     claim(out, "recipe.json", settings_now)
     stream = generation_batches(rows, config.rows_per_step, loop.seed)
-    trainer = Trainer(model, stream, lambda m, b, g: dflash_loss(m, target, b, config, mask_id, g), out, loop, evaluate)
+    loss = lambda m, b, g: dflash_loss(m, target, b.to(place), config, mask_id, g)  # noqa: E731
+    trainer = Trainer(model, stream, loss, out, loop, evaluate)
     trainer.run("dflash")
     write_drafter(out / "model", *checkpoint(model, config, settings, mask_id))
     figures = offline_acceptance(model, target, held_out, config, mask_id)

@@ -30,7 +30,7 @@ from vllm_crossspec.training.generations import (
     sample_anchors,
 )
 from vllm_crossspec.training.loop import LoopConfig, Trainer
-from vllm_crossspec.training.states import FrozenTarget, States, load_target
+from vllm_crossspec.training.states import FrozenTarget, States, choose_device, load_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,9 +131,9 @@ class Eagle3Drafter(nn.Module):
         layer, attention = self.midlayer, self.midlayer.self_attn
         features = self.fc(states.taps[:, :-1])
         joined = self._join(F.embedding(tokens[:, 1:], embedding), features)
-        places = torch.arange(joined.shape[1])
+        places = torch.arange(joined.shape[1], device=tokens.device)
         context = (self._heads(attention.k_proj, joined, places), self._heads(attention.v_proj, joined, None))
-        rows = torch.arange(len(tokens))[:, None]
+        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
         current, x = features[rows, anchors], joined[rows, anchors]
         own_keys: list[torch.Tensor] = []
         own_values: list[torch.Tensor] = []
@@ -168,9 +168,9 @@ def eagle3_loss(
     anchors, real = sample_anchors(batch, -1, config.anchors_per_row, generator)
     teacher = target.teach(states, batch, config.teacher_temperature, model.kept)
     known = torch.isin(teacher.top, model.kept)
-    rows = torch.arange(len(anchors))[:, None]
-    total, weight, hits = torch.zeros(()), 0.0, []
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.bfloat16):
+    rows = torch.arange(len(anchors), device=anchors.device)[:, None]
+    total, weight, hits = torch.zeros((), device=anchors.device), 0.0, []
+    with torch.autocast(anchors.device.type, dtype=torch.bfloat16, enabled=config.bfloat16):
         steps = model.unroll(states, batch.tokens, target.embedding, anchors, config.num_steps)
         for step, logits in enumerate(steps):
             source = (anchors + 1 + step).clamp(max=batch.tokens.shape[1] - 1)
@@ -198,10 +198,11 @@ def checkpoint(model: Eagle3Drafter, config: Eagle3Config, target) -> tuple[dict
 
     With a full vocabulary ``d2t`` and ``t2d`` are left out: vLLM then has no place for them.
     """
-    tensors = {name: x for name, x in model.state_dict().items() if name != "kept"}
-    if len(model.kept) < target.vocab_size:
-        tensors["d2t"] = model.kept - torch.arange(len(model.kept))
-        tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, model.kept, True)
+    tensors = {name: x.cpu() for name, x in model.state_dict().items() if name != "kept"}
+    kept = model.kept.cpu()
+    if len(kept) < target.vocab_size:
+        tensors["d2t"] = kept - torch.arange(len(kept))
+        tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, kept, True)
     settings = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -236,23 +237,28 @@ def offline_acceptance(
     model.eval()
 
     def draft(batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
-        states = target.states(batch.tokens)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=config.bfloat16):
-            steps = model.unroll(states, batch.tokens, target.embedding, anchors - 1, config.num_steps, own_tokens=True)
-            return torch.stack([model.kept[logits.argmax(-1)] for logits in steps], dim=-1)
+        tokens, entries = batch.tokens.to(target.device), anchors.to(target.device) - 1
+        states = target.states(tokens)
+        with torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=config.bfloat16):
+            steps = model.unroll(states, tokens, target.embedding, entries, config.num_steps, own_tokens=True)
+            return torch.stack([model.kept[logits.argmax(-1)] for logits in steps], dim=-1).cpu()
 
     return measure(rows, draft, config.num_steps)
 
 
 def train_eagle3(
-    data: Path, target_folder: Path, out: Path, config: Eagle3Config, loop: LoopConfig
+    data: Path, target_folder: Path, out: Path, config: Eagle3Config, loop: LoopConfig, device: str = "cpu"
 ) -> dict[str, float]:
     """Train on the generations in ``data`` and write the drafter to ``out/model``; resumes from ``out/state.pt``.
+
+    Args:
+        device: ``cpu``, ``cuda`` or ``auto``; not part of what the run is, so that it may go on elsewhere.
 
     Returns:
         The held-out acceptance at the end, also in ``out/acceptance.json`` (empty without ``dev-*`` shards).
     """
-    causal_lm, _ = load_target(target_folder, torch.float32)
+    place = choose_device(device)
+    causal_lm, _ = load_target(target_folder, torch.float32, place)
     settings = causal_lm.config
     if not 0 < config.draft_vocab_size <= settings.vocab_size:
         raise ValueError(f"--draft-vocab {config.draft_vocab_size} must lie within 1..{settings.vocab_size}")
@@ -260,9 +266,9 @@ def train_eagle3(
     rows = read_generations(data, "train", settings.vocab_size)
     held_out = read_generations(data, "dev", settings.vocab_size) if list(data.glob("dev-*.jsonl.gz")) else []
     kept, _ = draft_vocabulary(rows, config.draft_vocab_size, settings.vocab_size)
-    model = Eagle3Drafter(config, settings, kept, loop.seed)
+    model = Eagle3Drafter(config, settings, kept, loop.seed).to(place)
     with torch.no_grad():
-        model.lm_head.weight.copy_(target.head[kept])
+        model.lm_head.weight.copy_(target.head[model.kept])
 
     def evaluate() -> dict[str, float]:
         write_drafter(out / "model", *checkpoint(model, config, settings))
@@ -271,7 +277,8 @@ def train_eagle3(
     settings_now = asdict(config) | asdict(loop) | {"data": str(data.resolve()), "target": str(target_folder.resolve())}
     claim(out, "recipe.json", settings_now)
     stream = generation_batches(rows, config.rows_per_step, loop.seed)
-    trainer = Trainer(model, stream, lambda m, b, g: eagle3_loss(m, target, b, config, g), out, loop, evaluate)
+    loss = lambda m, b, g: eagle3_loss(m, target, b.to(place), config, g)  # noqa: E731
+    trainer = Trainer(model, stream, loss, out, loop, evaluate)
     trainer.run("eagle3")
     write_drafter(out / "model", *checkpoint(model, config, settings))
     figures = offline_acceptance(model, target, held_out, config)

@@ -39,6 +39,10 @@ class Batch(NamedTuple):
     starts: torch.Tensor
     ends: torch.Tensor
 
+    def to(self, device: torch.device) -> "Batch":
+        """The same batch on ``device``."""
+        return Batch(*(x.to(device) for x in self))
+
 
 def write_shard(path: Path, rows: Iterable[Generation]) -> None:
     """Write one shard atomically: a file with the final name is always whole."""
@@ -51,7 +55,7 @@ def write_shard(path: Path, rows: Iterable[Generation]) -> None:
 
 
 def read_generations(folder: Path, split: str, vocab_size: int) -> list[Generation]:
-    """Read the shards ``<split>-*.jsonl.gz`` of ``folder``, keeping rows with at least two response tokens.
+    """Read the shards ``<split>-*.jsonl.gz`` of ``folder``; keeps rows with a prompt and at least two response tokens.
 
     Raises:
         ValueError: there is no such shard, a line is damaged, or a token does not fit ``vocab_size``.
@@ -69,9 +73,11 @@ def read_generations(folder: Path, split: str, vocab_size: int) -> list[Generati
     top = max((max(r.prompt_ids + r.response_ids, default=0) for r in rows), default=0)
     if top >= vocab_size:
         raise ValueError(f"--data {folder} holds token {top}, but --target has {vocab_size} tokens: not its responses")
-    rows = [r for r in rows if len(r.response_ids) >= 2]
+    rows = [r for r in rows if r.prompt_ids and len(r.response_ids) >= 2]
     if not rows:
-        raise ValueError(f"--data {folder}: no {split} row has two response tokens; train the target further")
+        raise ValueError(
+            f"--data {folder}: no {split} row has a prompt and two response tokens; train the target further"
+        )
     return rows
 
 
@@ -135,10 +141,12 @@ def sample_anchors(
         (int64 [B, count] places, bool [B, count] whether the place is real; a row with fewer places than ``count``
         is filled up with its first one).
     """
-    columns = torch.arange(batch.tokens.shape[1])
+    device = batch.tokens.device
+    columns = torch.arange(batch.tokens.shape[1], device=device)
     low, high = batch.starts + first, batch.ends + first - 1
     possible = (columns >= low[:, None]) & (columns < high[:, None])
-    keys = torch.rand(possible.shape, generator=generator).masked_fill(~possible, -1.0)
+    # Drawn on the CPU, so that a seed means the same anchors on every device.
+    keys = torch.rand(possible.shape, generator=generator).to(device).masked_fill(~possible, -1.0)
     count = min(count, keys.shape[1])
     picked = keys.topk(count, dim=1)
     real = picked.values >= 0

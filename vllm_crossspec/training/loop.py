@@ -150,7 +150,8 @@ class Trainer:
         path = self.out / "state.pt"
         if not path.exists():
             return
-        state = torch.load(path, weights_only=True)
+        # Wherever the state was written, the optimizers and the model take it to their own device.
+        state = torch.load(path, map_location="cpu", weights_only=True)
         if state["config"] != asdict(self.config):
             raise ValueError(f"{path} is of a run with other settings; give another --out or delete that file")
         self.model.load_state_dict(state["model"])

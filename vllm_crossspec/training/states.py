@@ -11,6 +11,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from vllm_crossspec.training.generations import Batch
 
 
+def choose_device(name: str) -> torch.device:
+    """The device that ``--device`` names: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
+
+    Raises:
+        ValueError: another name, or there is no GPU that torch can use.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device {name}: choose auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device on this machine; give --device cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
 class States(NamedTuple):
     """What the target knows about a batch. B rows, T tokens, H hidden size, n taps.
 
@@ -35,11 +48,13 @@ def check_target(folder: Path) -> None:
         raise ValueError(f"--target {folder} has no weights (*.safetensors); give a Hugging Face model folder")
 
 
-def load_target(folder: Path, dtype: torch.dtype) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a Hugging Face folder for inference; raises as :func:`check_target` does."""
+def load_target(
+    folder: Path, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a Hugging Face folder for inference on ``device``; raises as :func:`check_target` does."""
     check_target(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    return model.eval().requires_grad_(False), AutoTokenizer.from_pretrained(folder)
+    return model.to(device).eval().requires_grad_(False), AutoTokenizer.from_pretrained(folder)
 
 
 class Teacher(NamedTuple):
@@ -60,7 +75,7 @@ class FrozenTarget:
     """A target that only answers questions about given tokens; it is never trained.
 
     Args:
-        model: a causal language model of transformers.
+        model: a causal language model of transformers; its device is where the batches must be.
         tap_layers: tap i is the residual stream after ``i`` layers (0: the embeddings); vLLM counts its auxiliary
             layers of EAGLE-3 the same way, and z-lab's DFlash ids are one lower.
         bfloat16: compute under bfloat16 autocast.
@@ -79,14 +94,14 @@ class FrozenTarget:
         ):
             raise ValueError(f"target layers {list(tap_layers)} must rise and lie within 0..{depth - 1} of this target")
         self.model, self.tap_layers, self.bfloat16 = model, tuple(tap_layers), bfloat16
-        self.config = model.config
+        self.config, self.device = model.config, model.device
         self.embedding = model.get_input_embeddings().weight.detach().float()
         self.head = model.get_output_embeddings().weight.detach().float()
 
     @torch.no_grad()
     def states(self, tokens: torch.Tensor) -> States:
         """Run the target over right-padded ``tokens`` int64 [B, T]; causal attention needs no padding mask."""
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.bfloat16):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
             out = self.model.model(input_ids=tokens, use_cache=False, output_hidden_states=True)
         taps = torch.cat([out.hidden_states[i] for i in self.tap_layers], dim=-1)
         return States(taps, out.last_hidden_state)
@@ -99,9 +114,9 @@ class FrozenTarget:
             temperature: of the distributions.
             kept: int64 ids of the tokens that they are restricted to; None: the whole vocabulary.
         """
-        columns = torch.arange(batch.tokens.shape[1])
+        columns = torch.arange(batch.tokens.shape[1], device=self.device)
         wanted = (columns >= batch.starts[:, None] - 1) & (columns < batch.ends[:, None] - 1)
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.bfloat16):
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
             logits = F.linear(states.last[wanted], self.head)
         index = wanted.flatten().cumsum(0).view(wanted.shape) - 1
         some = logits if kept is None else logits[:, kept]
