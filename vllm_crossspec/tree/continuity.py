@@ -202,7 +202,7 @@ class ContinuityTree:
     The authors' program lets paths that end in a stop token into the beam behind all others; here they never enter it.
     That differs only where the beam is wider than there are other paths: theirs then drafts tokens after a stop token.
 
-    Memory of a request: 16 bytes a candidate, 8 + 4 L a beam node, 4 a lookup and 4 a draft node: 78 KB with the
+    Memory of a request: 16 bytes a candidate, 8 + 4 L a beam node, 4 a lookup and 4 a draft node: 62 KB with the
     paper's sizes (8 levels, 25 candidates, beam 20, 60 nodes, order 3).
 
     Args:

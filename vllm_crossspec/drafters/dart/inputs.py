@@ -98,7 +98,7 @@ def _context_rows_kernel(
     tl.store(context_slots_ptr + row, slot, mask=row < end)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs"])
 def _query_rows_kernel(
     entry_rows_ptr,  # int64 [S]
     entry_tokens_ptr,  # int64 [S]
@@ -240,7 +240,8 @@ def prepare_rows(
         BLOCK=triton.next_power_of_2(num_queries),
         num_warps=1,
     )
-    block = min(256, triton.next_power_of_2(longest))
+    # Two sizes: each is compiled anew, and a chunk of a prompt can be of any length.
+    block = 64 if longest <= 64 else 256
     _context_rows_kernel[(num_reqs, triton.cdiv(longest, block))](
         out.context_positions,
         out.context_tokens,

@@ -27,6 +27,9 @@ class DartProposer(DFlashProposer):
         config = vllm_config.speculative_config.draft_model_config.hf_config  # type: ignore[union-attr]
         # vLLM's class for block drafters asks for the id of a mask token; DART's mask is a vector of its own.
         config.mask_token_id = 0
+        # Its positions are the target's: vLLM lengthens the rotary table of EAGLE's drafters alone.
+        longest = vllm_config.model_config.max_model_len
+        config.max_position_embeddings = max(getattr(config, "max_position_embeddings", None) or 0, longest)
         super().__init__(vllm_config, device, name, drafts)
         self.requires_non_causal = False
         self.num_query_per_req = self.num_speculative_steps
@@ -173,6 +176,8 @@ class DartProposer(DFlashProposer):
 
     def _precompute_context_kv(self, start: int, end: int, dummy_run: bool = False) -> None:
         """Keys and values of target rows [start, end); a dummy run computes them and writes nothing."""
+        if self.drafts.from_one_row and not dummy_run:
+            return  # such rounds bring the last accepted entries alone, which are query rows
         rows = slice(start, end)
         write_entries(
             self.model.model,

@@ -104,7 +104,7 @@ def _placed_store(drafts: DraftSettings, device: torch.device) -> NgramStore | N
     ngram = drafts.ngram
     if ngram is None:
         return None
-    store = open_store(Path(ngram.model), key="speculative_config.ngram.model", order=ngram.order)
+    store = open_store(Path(ngram.model).expanduser(), key="speculative_config.ngram.model", order=ngram.order)
     placement = "host" if device.type == "cpu" else ngram.placement
     return place(store, placement, device, int(ngram.budget_gib * GIB), key="speculative_config.ngram.placement")
 
