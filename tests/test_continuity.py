@@ -16,7 +16,7 @@ from vllm_crossspec.ngram.naive import look_up_level_naive
 from vllm_crossspec.ngram.store import open_store, place
 from vllm_crossspec.tree import batched, continuity, naive
 from vllm_crossspec.tree.best_first import best_first
-from vllm_crossspec.tree.continuity import ContinuityTree, Scoring, best_first_tree
+from vllm_crossspec.tree.continuity import ContinuityTree, Scoring, product_scoring
 
 VOCAB_SIZE = 40
 PLAIN = Scoring(logit_decay=1.0, level_decay=0.0, renormalises=False)
@@ -198,11 +198,12 @@ def every_prefix(given, row, store, weight, stops):
 
 @pytest.mark.parametrize("num_nodes", [1, 5, 24, 60])
 @pytest.mark.parametrize("stops", [(), (0, 3)])
-def test_best_first_tree_is_exhaustive_search(stores, num_nodes, stops):
+def test_a_beam_as_wide_as_the_tree_is_exhaustive_search(stores, num_nodes, stops):
     store = place(stores[3], "host", DEVICE)
-    sizes = {"num_nodes": num_nodes, "depth": 4, "top_k": 4, "max_num_reqs": 2, "device": DEVICE}
+    sizes = {"num_nodes": num_nodes, "beam_width": num_nodes, "depth": 4, "top_k": 4, "max_num_reqs": 2}
     given = inputs(11, 2, 4, 4)
-    out = built(best_first_tree(**sizes, store=store, ngram_weight=0.3, stop_tokens=stops), given, 60)
+    tree = ContinuityTree(**sizes, device=DEVICE, scoring=product_scoring(0.3), store=store, stop_tokens=stops)
+    out = built(tree, given, 60)
     for row in range(2):
         scores = every_prefix(given, row, stores[3], 0.3, stops)
         ordered = sorted(scores.values(), reverse=True)
@@ -226,8 +227,9 @@ def test_without_ngrams_it_is_best_first(impossible):
     given = inputs(7, 3, 6, 5, impossible=impossible)
     out = poisoned(4, 40)
     best_first(log_probs=given["log_probs"], tokens=given["tokens"], num_nodes=40, out=out)
-    sizes = {"num_nodes": 40, "depth": 6, "top_k": 5, "max_num_reqs": 3, "device": DEVICE}
-    same([t[:3] for t in built(best_first_tree(**sizes, store=None), given, 40)], [t[:3] for t in out])
+    sizes = {"num_nodes": 40, "beam_width": 40, "depth": 6, "top_k": 5, "max_num_reqs": 3, "device": DEVICE}
+    tree = ContinuityTree(**sizes, scoring=product_scoring(0.0), store=None)
+    same([t[:3] for t in built(tree, given, 40)], [t[:3] for t in out])
 
 
 # -- what must matter ---------------------------------------------------------------------------------------------

@@ -50,7 +50,8 @@ class TokenTree(NamedTuple):
     Attributes:
         tokens: int64 [R, N], token ids of the target's vocabulary; 0 past the live nodes.
         parents: int32 [R, N], row of each node's parent, smaller than the node's own row.
-        log_probs: float32 [R, N], the drafter's log-probability of the path from the root, falling.
+        log_probs: float32 [R, N], falling: the drafter's log-probability of the path from the root, or the score that
+            the builder orders by in its place (``continuity``).
         sizes: int32 [R], live nodes.
     """
 

@@ -57,6 +57,16 @@ class Scoring(NamedTuple):
         return float(self.ngram_weight * (level + 1) ** -self.level_decay) if level else 0.0
 
 
+def product_scoring(ngram_weight: float) -> Scoring:
+    """ln p + ``ngram_weight`` * ln p_ngram without decay: the best prefixes, exactly, by a beam as wide as the tree.
+
+    Such a beam loses nothing: scores only fall along a path, so whatever stands before a node of its level stands
+    before its descendants too, and a node with N others of its level before it has no descendant among the best N.
+    Without n-grams this is :func:`vllm_crossspec.tree.best_first.best_first`, which then takes one launch.
+    """
+    return Scoring(ngram_weight, logit_decay=1.0, level_decay=0.0, renormalises=False)
+
+
 @triton.jit
 def _weigh_kernel(
     log_probs_ptr,  # float [R, K, C]
@@ -356,47 +366,3 @@ class ContinuityTree:
             BLOCK_B=triton.next_power_of_2(self.beam_width),
             enable_fp_fusion=False,  # a fused sum would not be the twin's
         )
-
-
-def best_first_tree(
-    *,
-    num_nodes: int,
-    depth: int,
-    top_k: int,
-    max_num_reqs: int,
-    device: torch.device,
-    store: NgramStore | None,
-    ngram_weight: float = 0.5,
-    stop_tokens: tuple[int, ...] = (),
-    backoff: float | None = None,
-) -> ContinuityTree:
-    """The ``num_nodes`` best prefixes under ln p + ``ngram_weight`` * ln p_ngram, exactly.
-
-    Level 0 has no n-gram term. A beam as wide as the tree loses nothing: scores only fall along a path, so whatever
-    stands before a node of the tree's level stands before its descendants too; a node with ``num_nodes`` others of its
-    level before it has no descendant among the best ``num_nodes``. Without a store this is
-    :func:`vllm_crossspec.tree.best_first.best_first`, which then takes one launch.
-
-    Args:
-        num_nodes: N, most nodes of a tree, at most 255.
-        depth: most positions.
-        top_k: most candidates of a position.
-        max_num_reqs: most requests of a batch.
-        device: of the drafter.
-        store: n-grams, placed where the device reads them.
-        ngram_weight: 0 or more.
-        stop_tokens: ids after which nothing is drafted.
-        backoff: None for the longest match, or the factor of stupid backoff.
-    """
-    return ContinuityTree(
-        num_nodes=num_nodes,
-        depth=depth,
-        top_k=top_k,
-        beam_width=num_nodes,
-        max_num_reqs=max_num_reqs,
-        device=device,
-        scoring=Scoring(ngram_weight=ngram_weight, logit_decay=1.0, level_decay=0.0, renormalises=False),
-        store=store,
-        stop_tokens=stop_tokens,
-        backoff=backoff,
-    )

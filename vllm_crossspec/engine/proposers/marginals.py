@@ -11,7 +11,7 @@ from vllm_crossspec.ngram.contexts import last_tokens
 from vllm_crossspec.ngram.store import NgramStore, open_store, place
 from vllm_crossspec.tree import batched
 from vllm_crossspec.tree.best_first import best_first
-from vllm_crossspec.tree.continuity import ContinuityTree, Scoring
+from vllm_crossspec.tree.continuity import ContinuityTree, Scoring, product_scoring
 from vllm_crossspec.types import DraftSettings, StepInputs, TokenTree
 
 GIB = 1 << 30
@@ -95,7 +95,7 @@ def _scoring(drafts: DraftSettings) -> Scoring:
     assert tree is not None
     ngram_weight = (tree.ngram_weight or 0.0) if drafts.ngram is not None else 0.0
     if tree.type == "best_first":
-        return Scoring(ngram_weight, logit_decay=1.0, level_decay=0.0, renormalises=False)
+        return product_scoring(ngram_weight)
     assert tree.logit_decay is not None and tree.level_decay is not None
     return Scoring(ngram_weight, tree.logit_decay, tree.level_decay)
 
