@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shapes import SHAPES, random_router, write_models
+from synthetic_ngrams import write_store
 
 from vllm_crossspec.router.checkpoint import save_router
 
@@ -15,8 +16,12 @@ METHODS = (
     "native-dflash",
     "eagle3",
     "dflash",
+    "dart-chain",
     "eagle3-tree",
     "dflash-tree",
+    "dflash-continuity",
+    "dart-nongram",
+    "dart",
     "whiflash-eagle3",
     "whiflash-dflash",
     "whiflash-entropy",
@@ -25,20 +30,25 @@ METHODS = (
 # EAGLE-3's own sizes: levels of a tree, and children of a node and nodes of a level that get some.
 TREE_DEPTH, TREE_TOP_K = 8, 10
 ROUTED = ("whiflash-entropy", "whiflash-neural")
-TREES = ("eagle3-tree", "dflash-tree", *ROUTED)
+# Trees of parallel drafters that a beam searches; those named here go by n-grams, too.
+SEARCHED = ("dflash-continuity", "dart-nongram", "dart")
+WITH_NGRAMS = ("dflash-continuity", "dart")
+TREES = ("eagle3-tree", "dflash-tree", *SEARCHED, *ROUTED)
 
 
 def speculative_config(method: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any] | None:
     """What a user would pass as ``--speculative-config`` for this method; None for plain decoding."""
     if method == "none":
         return None
-    meta, _, name = method.rpartition("-")
+    meta, _, name = method.removesuffix("-chain").rpartition("-")
     extra: dict[str, Any] = {}
     ours: dict[str, Any] = {}
     if options.acceptance is not None:
         extra = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": options.acceptance}
         ours = {"verification": "rejection"}
     length = {"num_speculative_tokens": options.tokens}
+    if method in SEARCHED:
+        return _searched_config(method, models, options)
     if method in TREES:
         return _routed_config(name, models, options) if method in ROUTED else _tree_config(meta, models, options)
     if meta == "whiflash":
@@ -59,6 +69,14 @@ def _tree_config(kind: str, models: dict[str, str], options: argparse.Namespace)
     return {"method": kind, "model": models[kind], "num_speculative_tokens": options.tokens, "tree": tree}
 
 
+def _searched_config(method: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
+    """DART's search (its appendix D: 25 candidates, a beam of 20) over the marginals of DART or DFlash."""
+    kind = method.partition("-")[0]
+    tree = {"type": "continuity", "num_nodes": options.nodes, "by_batch_size": {"1": options.nodes}}
+    config = {"method": kind, "model": models[kind], "num_speculative_tokens": options.tokens, "tree": tree}
+    return config | ({"ngram": {"model": models["ngram"]}} if method in WITH_NGRAMS else {})
+
+
 def _routed_config(policy: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
     """Both drafters with their trees, and a router; the neural one is a random one of the right size."""
     drafters = {kind: _tree_config(kind, models, options) for kind in ("eagle3", "dflash")}
@@ -76,18 +94,30 @@ def query_lengths(method: str, options: argparse.Namespace) -> set[int]:
     """Tokens that a request has in the passes of a round: the target's, the drafter's first, the drafter's others."""
     # One token is what plain decoding and an autoregressive drafter's later passes take.
     lengths = {1, options.tokens + 1}
+    if method.startswith("dart"):
+        lengths.add(options.tokens)  # the last accepted entry is the first of its query rows
     if method in TREES:
         lengths |= {options.nodes + 1, TREE_TOP_K}
     return lengths
 
 
 def model_folders(options: argparse.Namespace, folder: Path) -> dict[str, str]:
-    """The folders ``target``, ``eagle3``, ``dflash`` and ``router``: those of the user, or dummies below ``folder``."""
+    """Where the models are: those of the user, or dummies below ``folder``.
+
+    Returns:
+        The folders ``target``, ``eagle3``, ``dflash``, ``dart`` and ``router``, and the file ``ngram`` of a store,
+        which is made only where one of the methods wants it.
+    """
     if not options.checkpoints:
         shape = SHAPES[options.shape]
         shape = shape._replace(num_layers=options.layers or shape.num_layers)
-        return {name: str(path) for name, path in write_models(folder / "models", shape).items()}
+        store = folder / "models" / "ngram" / f"{shape.vocab_size}.safetensors"
+        if any(method in WITH_NGRAMS for method in options.methods or ()) and not store.is_file():
+            write_store(store, shape.vocab_size)
+        found = write_models(folder / "models", shape) | {"ngram": store}
+        return {name: str(path) for name, path in found.items()}
     hidden_size = json.loads((options.checkpoints / "target" / "config.json").read_text())["hidden_size"]
     save_router(folder / "router", random_router(hidden_size))
-    found = {name: str(options.checkpoints / name) for name in ("target", "eagle3", "dflash")}
-    return found | {"router": str(folder / "router")}
+    found = {name: options.checkpoints / name for name in ("target", "eagle3", "dflash", "dart")}
+    found |= {"router": folder / "router", "ngram": options.checkpoints / "ngram" / "store.safetensors"}
+    return {name: str(path) for name, path in found.items()}

@@ -48,7 +48,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--methods", type=_methods, help="comma-separated, of: " + ", ".join(METHODS))
     add("--batch-sizes", type=numbers, default=[1, 8, 32], help="requests that decode together, comma-separated")
     add("--context", type=int, default=512, help="prompt tokens of each request")
-    add("--tokens", type=int, default=7, help="draft tokens a round (K); positions of a block for dflash-tree")
+    add("--tokens", type=int, default=7, help="draft tokens a round (K); levels of the trees of DFlash and DART")
     add("--nodes", type=int, default=60, help="draft tokens a round of the tree methods")
     add("--rounds", type=int, default=64, help="decode rounds to measure, for each batch size")
     add("--threshold", type=float, help="of the routed methods' router (default: as measured at start-up)")
@@ -59,7 +59,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--checkpoints",
         type=Path,
-        help="folder of real models (target, eagle3, dflash) in place of the shape's dummies",
+        help="folder of real models (target, eagle3, dflash, dart, ngram) in place of the shape's dummies",
     )
     add("--gpu-memory", type=float, default=0.6, help="share of the device memory that vLLM may take")
     add("--profile", action="store_true", help="also count the calls of the CUDA runtime by PyTorch's profiler")

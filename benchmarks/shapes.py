@@ -3,7 +3,7 @@
 A folder holds a ``config.json`` in the public format of its kind and no weights: with ``load_format="dummy"`` vLLM
 fills the tensors with random numbers of the right shapes. Times are those of the real models, acceptance is not.
 Sources of the shapes: the ``config.json`` of Qwen/Qwen3-0.6B, -4B, -8B and -14B, of AngelSlim's and SafeAILab's EAGLE-3
-drafters, and of z-lab/Qwen3-8B-DFlash-b16.
+drafters, of z-lab/Qwen3-8B-DFlash-b16, and fvliang/qwen8b-dart.
 """
 
 import json
@@ -23,10 +23,12 @@ class Shape(NamedTuple):
         hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim, vocab_size: of the target; the
             drafters' layers are of the same size.
         tied: whether the target's output head is its embedding.
-        draft_vocab_size: of the EAGLE-3 drafter's own head.
+        draft_vocab_size: of the EAGLE-3 and the DART drafter's own heads.
         dflash_layers: of the DFlash drafter.
         dflash_block: tokens of a DFlash block, the last accepted one included.
         mask_token_id: the token that DFlash drafts in place of.
+        dart_tokens: that one forward of the DART drafter drafts.
+        eos_token_id: of the target.
         max_positions: longest context.
     """
 
@@ -42,6 +44,8 @@ class Shape(NamedTuple):
     dflash_layers: int = 5
     dflash_block: int = 16
     mask_token_id: int = 151669
+    dart_tokens: int = 8
+    eos_token_id: int = 151645
     max_positions: int = 40960
 
 
@@ -63,6 +67,7 @@ SHAPES = {
         dflash_layers=2,
         dflash_block=8,
         mask_token_id=3,
+        eos_token_id=2,
         max_positions=2048,
     ),
 }
@@ -70,12 +75,17 @@ NUM_DFLASH_TAPS = 5
 
 
 def write_models(folder: Path, shape: Shape) -> dict[str, Path]:
-    """Write the folders ``target``, ``eagle3``, ``dflash`` and ``router`` below ``folder``.
+    """Write the folders ``target``, ``eagle3``, ``dflash``, ``dart`` and ``router`` below ``folder``.
 
     Returns:
         The path of each, by that name.
     """
-    configs = {"target": target_config(shape), "eagle3": eagle3_config(shape), "dflash": dflash_config(shape)}
+    configs = {
+        "target": target_config(shape),
+        "eagle3": eagle3_config(shape),
+        "dflash": dflash_config(shape),
+        "dart": dart_config(shape),
+    }
     for name, config in configs.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
         (folder / name / "config.json").write_text(json.dumps(config, indent=1))
@@ -100,6 +110,7 @@ def target_config(shape: Shape) -> dict[str, Any]:
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "num_hidden_layers": shape.num_layers,
+        "eos_token_id": shape.eos_token_id,
         "tie_word_embeddings": shape.tied,
     }
 
@@ -128,6 +139,20 @@ def dflash_config(shape: Shape) -> dict[str, Any]:
             "mask_token_id": shape.mask_token_id,
             "target_layer_ids": dflash_taps(shape.num_layers),
         },
+        "tie_word_embeddings": False,
+    }
+
+
+def dart_config(shape: Shape) -> dict[str, Any]:
+    """``config.json`` of a DART drafter, as fvliang writes it: ``draft_length`` counts the masks."""
+    return _layer_config(shape) | {
+        "architectures": ["LlamaForCausalLMDart"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_length": shape.dart_tokens - 1,
+        "draft_vocab_size": shape.draft_vocab_size,
+        "mlp_bias": False,
+        "rope_scaling": None,
         "tie_word_embeddings": False,
     }
 

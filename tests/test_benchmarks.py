@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 import vllm_crossspec
-from vllm_crossspec.config import is_ours, parse
+from vllm_crossspec.config_parsing import is_ours, parse
 from vllm_crossspec.drafters.checkpoint import check_drafter
+from vllm_crossspec.ngram.store import open_store
 from vllm_crossspec.router.checkpoint import check_router
 from vllm_crossspec.types import TargetFacts
 
@@ -23,7 +24,7 @@ round_time, shapes = import_module("round_time"), import_module("shapes")
 methods, switch_cost = import_module("methods"), import_module("switch_cost")
 tree_kernels, tree_cases = import_module("tree_kernels"), import_module("tree_cases")
 
-MODELS = {name: f"/models/{name}" for name in ("target", "eagle3", "dflash", "router")}
+MODELS = {name: f"/models/{name}" for name in ("target", "eagle3", "dflash", "dart", "router", "ngram")}
 POCKET = Path(vllm_crossspec.__file__).parent / "pocket"
 SPREAD = {"median", "p90"}
 
@@ -53,8 +54,10 @@ def test_configs_are_drafters_of_their_target(name, tmp_path):
     facts = TargetFacts(str(models["target"]), target["hidden_size"], target["vocab_size"], target["num_hidden_layers"])
     eagle3 = check_drafter("eagle3", str(models["eagle3"]), "model", facts)
     dflash = check_drafter("dflash", str(models["dflash"]), "model", facts)
-    assert eagle3.target_layers == (2, shape.num_layers // 2, shape.num_layers - 3)
-    assert eagle3.draft_vocab_size == shape.draft_vocab_size
+    dart = check_drafter("dart", str(models["dart"]), "model", facts)
+    assert eagle3.target_layers == dart.target_layers == (2, shape.num_layers // 2, shape.num_layers - 3)
+    assert eagle3.draft_vocab_size == dart.draft_vocab_size == shape.draft_vocab_size
+    assert dart.max_draft_tokens == shape.dart_tokens
     assert dflash.max_draft_tokens == shape.dflash_block - 1
     assert len(set(dflash.target_layers)) == shapes.NUM_DFLASH_TAPS
     check_router(models["router"], hidden_size=shape.hidden_size, drafters=("eagle3", "dflash"), key="router.model")
@@ -86,7 +89,8 @@ def test_speculative_configs_are_ours_or_native(method):
     }
     settings = parse(config, native_keys)
     assert settings.verification == "rejection"  # whose sampler the synthetic one is
-    assert settings.active == method.removeprefix("whiflash-")
+    assert settings.active == method.removeprefix("whiflash-").removesuffix("-chain")
+    assert all(d.tree.is_chain for d in settings.drafters.values())
     assert len(settings.drafters) == (2 if method.startswith("whiflash-") else 1)
     assert all(d.native["rejection_sample_method"] == "synthetic" for d in settings.drafters.values())
 
@@ -102,6 +106,34 @@ def test_tree_methods(method, depth, capsys):
     with pytest.raises(SystemExit):
         options("--methods", method, "--acceptance", "3")
     assert "verifies chains only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", methods.SEARCHED)
+def test_searched_methods(method):
+    chosen = options("--tokens", "7", "--nodes", "40", "--batch-sizes", "1,4")
+    settings = parse(round_time.speculative_config(method, MODELS, chosen), {"model", "method"})
+    (drafter,) = settings.drafters.values()
+    assert (drafter.kind, drafter.tree.type) == (method.partition("-")[0], "continuity")
+    assert (drafter.tree.num_nodes, drafter.num_speculative_tokens) == (40, 7)
+    has_ngrams = method in methods.WITH_NGRAMS
+    assert (drafter.ngram.model if drafter.ngram else None) == (MODELS["ngram"] if has_ngrams else None)
+    sizes = set(round_time.engine_settings(method, MODELS, chosen)["compilation_config"]["cudagraph_capture_sizes"])
+    queries = 7 if drafter.kind == "dart" else 8  # DFlash's block has the last accepted token before the drafted ones
+    assert {1, 4, 41, 164, queries, 4 * queries} <= sizes
+
+
+def test_a_store_is_made_for_methods_with_ngrams_alone(tmp_path):
+    without = methods.model_folders(options("--shape", "pocket", "--methods", "dart-nongram,dart-chain"), tmp_path)
+    assert not Path(without["ngram"]).exists()
+    models = methods.model_folders(options("--shape", "pocket", "--methods", "none,dart"), tmp_path)
+    store = open_store(Path(models["ngram"]), vocab_size=shapes.SHAPES["pocket"].vocab_size)
+    assert (store.order, models["ngram"]) == (3, without["ngram"])
+    # Whatever is drafted was seen, and something after it: a lookup has a node to search.
+    followers = store.offsets[1 : store.header.vocab_size + 1] - store.offsets[: store.header.vocab_size]
+    assert int(followers.min()) > 0
+    made = os.stat(models["ngram"]).st_mtime_ns
+    methods.model_folders(options("--shape", "pocket", "--methods", "dart"), tmp_path)
+    assert os.stat(models["ngram"]).st_mtime_ns == made
 
 
 @pytest.mark.parametrize("method", methods.ROUTED)
@@ -125,9 +157,10 @@ def test_routed_methods(method, capsys):
 def test_checkpoints_take_the_dummies_place(tmp_path):
     chosen = options("--checkpoints", str(POCKET), "--methods", "whiflash-neural")
     models = methods.model_folders(chosen, tmp_path)
-    assert {name: models[name] for name in ("target", "eagle3", "dflash")} == {
-        name: str(POCKET / name) for name in ("target", "eagle3", "dflash")
+    assert {name: models[name] for name in ("target", "eagle3", "dflash", "dart")} == {
+        name: str(POCKET / name) for name in ("target", "eagle3", "dflash", "dart")
     }
+    assert Path(models["ngram"]).is_file()
     hidden_size = json.loads((POCKET / "target" / "config.json").read_text())["hidden_size"]
     check_router(models["router"], hidden_size=hidden_size, drafters=("eagle3", "dflash"), key="router.model")
     assert round_time.engine_settings("whiflash-neural", models, chosen)["load_format"] == "auto"

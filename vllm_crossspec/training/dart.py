@@ -240,7 +240,7 @@ def dart_loss(
 
 
 def checkpoint(model: DartDrafter, config: DartConfig, target) -> tuple[dict, dict[str, torch.Tensor]]:
-    """Configuration and tensors in the format of the public checkpoints (``fvliang/qwen3-8b-dart``).
+    """Configuration and tensors in the format of the public checkpoints (``fvliang/qwen8b-dart``).
 
     An unshifted drafter has no ``draft_length``: whoever would draft with it as if it were DART refuses it.
     """

@@ -1,4 +1,4 @@
-"""DART checkpoints: the format of ``fvliang/qwen3-*-dart``, which ``crossspec train dart`` writes, too."""
+"""DART checkpoints: the format of ``fvliang/qwen*-dart``, which ``crossspec train dart`` writes, too."""
 
 from typing import Any
 
