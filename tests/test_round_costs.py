@@ -13,12 +13,18 @@ from vllm_crossspec.engine import load, round_costs
 from vllm_crossspec.router.base import RouterSettings
 
 
-def runner(ranges=None, max_num_reqs=64, max_num_tokens=8192):
+def runner(ranges=None, max_num_reqs=64, max_num_tokens=8192, drafter_rows=1):
     speculative = SimpleNamespace(num_speculative_tokens=60, num_speculative_tokens_per_batch_size=ranges)
     config = SimpleNamespace(
         speculative_config=speculative, scheduler_config=SimpleNamespace(max_num_seqs=max_num_reqs)
     )
-    return SimpleNamespace(vllm_config=config, max_num_reqs=max_num_reqs, max_num_tokens=max_num_tokens)
+    return SimpleNamespace(
+        vllm_config=config,
+        max_num_reqs=max_num_reqs,
+        max_num_tokens=max_num_tokens,
+        speculator=SimpleNamespace(num_query_per_req=drafter_rows),
+        compilation_config=SimpleNamespace(max_cudagraph_capture_size=64),
+    )
 
 
 def test_sizes_are_powers_of_two_up_to_many_rows():
@@ -26,6 +32,15 @@ def test_sizes_are_powers_of_two_up_to_many_rows():
     assert round_costs.batch_sizes(runner(max_num_reqs=6), None) == {1: 60, 2: 60, 4: 60}
     assert round_costs.batch_sizes(runner(max_num_tokens=70), None) == {1: 60}
     assert round_costs.batch_sizes(runner(max_num_tokens=60), None) == {}
+
+
+def test_no_step_is_measured_that_a_block_drafters_own_rows_do_not_fit():
+    narrow = [(1, 1 << 20, 3)]
+    assert max(round_costs.batch_sizes(runner(narrow, max_num_tokens=128), None)) == 32
+    assert max(round_costs.batch_sizes(runner(narrow, max_num_tokens=128, drafter_rows=8), None)) == 16
+    assert max(load.batch_sizes(runner(max_num_tokens=128), 3)) == 32
+    assert max(load.batch_sizes(runner(max_num_tokens=128, drafter_rows=8), 3)) == 16
+    assert max(load.batch_sizes(runner(max_num_tokens=128, drafter_rows=8), 0)) == 16
 
 
 def test_sizes_follow_the_schedule_and_end_where_nothing_is_drafted():

@@ -133,6 +133,8 @@ def batch_sizes(runner: Any, width: int) -> list[int]:
     """Numbers of running requests to measure ``width`` at: powers of two, and both sides of the largest CUDA graph."""
     rows = width + 1
     most = min(runner.max_num_reqs, max(min(MAX_ROWS, runner.max_num_tokens) // rows, 1))
+    # A block drafter's own pass may be wider than what is verified of it.
+    most = min(most, max(runner.max_num_tokens // runner.speculator.num_query_per_req, 1))
     if rows > runner.max_num_tokens:
         return []
     in_graph = (runner.compilation_config.max_cudagraph_capture_size or 0) // rows

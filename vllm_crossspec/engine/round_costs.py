@@ -52,7 +52,7 @@ def batch_sizes(runner: Any, step_costs: load.StepTable | None) -> dict[int, int
     found: dict[int, int] = {}
     for size in (1 << i for i in range(runner.max_num_reqs.bit_length())):
         width = scheduled_width(runner.vllm_config, step_costs, size)
-        rows = size * (width + 1)
+        rows = size * max(width + 1, runner.speculator.num_query_per_req)
         if not width or rows > runner.max_num_tokens or (found and rows > load.MAX_ROWS):
             break
         found[size] = width

@@ -34,7 +34,8 @@ def read_facts(config: dict[str, Any], key: str, target: TargetFacts) -> Drafter
         raise ValueError(f'{key}: set "architectures" in config.json to ["{ARCHITECTURE}"] (it is {architectures})')
     hidden_size, vocab_size = require(config, "hidden_size", key), require(config, "vocab_size", key)
     return DrafterFacts(
-        target_hidden_size=config.get("target_hidden_size") or hidden_size,
+        # It embeds tokens with the target's own embedding, so the widths cannot differ.
+        target_hidden_size=hidden_size,
         vocab_size=vocab_size,
         draft_vocab_size=config.get("draft_vocab_size") or vocab_size,
         target_layers=default_target_layers(target.num_layers),

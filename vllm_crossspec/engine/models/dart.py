@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from vllm.compilation.decorators import support_torch_compile
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
@@ -38,6 +39,7 @@ class DartLayer(LlamaDecoderLayer):  # type: ignore[misc]
         return self.mlp(states), residual
 
 
+@support_torch_compile(dynamic_arg_dims={"input_ids": 0, "positions": 0, "hidden_states": 0})
 class DartModel(nn.Module):
     """Everything but the head; the embedding is the target's and is put in place by the loader."""
 
@@ -61,15 +63,13 @@ class DartModel(nn.Module):
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, hidden_states: torch.Tensor, num_queries: int
     ) -> torch.Tensor:
-        """See :meth:`DartForCausalLM.forward`."""
+        """As :meth:`DartForCausalLM.forward`, with every entry's inputs K times: one size to compile for, above 1."""
         layer = self.layers[0]
-        num_reqs, hidden_size = hidden_states.shape
+        is_entry = (torch.arange(positions.shape[0], device=positions.device) % num_queries == 0)[:, None]
         mask = layer.mask_rep.to(hidden_states.dtype)
-        rows = mask.repeat(num_reqs, num_queries, 1)
-        rows[:, 0] = layer.join(self.embed_tokens(input_ids), hidden_states)
-        residual = mask[:hidden_size].repeat(num_reqs, num_queries, 1)
-        residual[:, 0] = hidden_states
-        states, residual = layer(positions, rows.flatten(0, 1), residual.flatten(0, 1))
+        rows = torch.where(is_entry, layer.join(self.embed_tokens(input_ids), hidden_states), mask)
+        residual = torch.where(is_entry, hidden_states, mask[: hidden_states.shape[1]])
+        states, residual = layer(positions, rows, residual)
         # The reference norms in its forward and again before its head, with the same weights.
         states, _ = self.norm(states, residual)
         return self.norm(states)
@@ -131,7 +131,8 @@ class DartForCausalLM(nn.Module):
         Returns:
             [R * K, H]; row i of a request is about the token i + 2 positions after the entry.
         """
-        return self.model(input_ids, positions, hidden_states, num_queries)
+        each = input_ids.repeat_interleave(num_queries), hidden_states.repeat_interleave(num_queries, dim=0)
+        return self.model(each[0], positions, each[1], num_queries)
 
     def combine_hidden_states(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Fused features [n, H] of tapped target states [n, 3H]."""
