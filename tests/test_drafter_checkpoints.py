@@ -51,6 +51,34 @@ def edit(folder, **changes):
     file.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
+def test_a_dart_checkpoint_is_read(tmp_path, target_folder):
+    folder = checkpoints.random_dart(tmp_path / "dart", target_folder, draft_vocab_size=128, draft_length=5)
+    facts = check("dart", folder)
+    assert facts.target_layers == (2, 4, 5) and facts.draft_vocab_size == 128
+    assert facts.max_draft_tokens == facts.default_draft_tokens == 6 and facts.mask_token_id is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"draft_length": None}, "has no draft_length .*; it is not a DART drafter"),
+        ({"draft_length": 0}, "draft_length in config.json is 0; a DART drafter has at least one mask"),
+        ({"draft_length": "7"}, "draft_length in config.json is '7'"),
+        ({"num_hidden_layers": 2}, "describes 2 layers; a DART drafter has one"),
+        ({"architectures": ["LlamaForCausalLMDartUnshifted"]}, 'set "architectures" in config.json to'),
+        ({"hidden_size": 32}, "reads states of width 32, but the target has hidden size 64"),
+        ({"vocab_size": 99}, "vocabulary of 99 tokens, but the target has 256"),
+        ({"dflash_config": {}}, "it is not a DART drafter"),
+    ],
+)
+def test_a_wrong_dart_checkpoint_gets_one_sentence(tmp_path, target_folder, changes, sentence):
+    folder = checkpoints.random_dart(tmp_path / "dart", target_folder, draft_vocab_size=128)
+    edit(folder, **changes)
+    with pytest.raises(ValueError, match=sentence) as caught:
+        check("dart", folder)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith("speculative_config.model: ")
+
+
 def test_eagle3_formats_say_the_same(tmp_path, target_folder, eagle3):
     facts = check("eagle3", eagle3)
     assert facts.target_layers == (2, 4, 5) and facts.draft_vocab_size == 128 and facts.max_draft_tokens is None
