@@ -78,11 +78,31 @@ def test_rows_are_the_twins(num_reqs, num_slots, longest, num_queries, short, ta
     step = batch(generator, num_reqs, num_slots, longest, max_model_len=longest + 21)
     capacity = num_slots * num_queries - short
     found, wanted = (poisoned(num_slots, len(step["positions"]), num_queries, capacity) for _ in range(2))
-    common = step | {"num_queries": num_queries, "takes_last": takes_last}
+    common = step | {"num_queries": num_queries, "takes_last": takes_last, "kept": 0}
     inputs.prepare_rows(**common, out=found)
     naive.prepare_rows(**common, out=wanted)
     for name, mine, theirs in zip(inputs.DartRows._fields, found, wanted, strict=True):
         assert torch.equal(mine, theirs), name
+
+
+@pytest.mark.parametrize(("width", "kept"), [(61, 9), (5, 5), (70, 66), (2, 1)])
+def test_rows_that_are_kept_are_the_twins(width, kept):
+    """A verification of trees: rows enough, of which only the first can have been accepted."""
+    generator = torch.Generator().manual_seed(width)
+    step = batch(generator, 4, 6, width, max_model_len=width + 40)
+    step["query_start_loc"] = torch.arange(5, dtype=torch.int32) * width
+    step["positions"] = (torch.arange(4)[:, None] * 3 + torch.arange(width)).flatten()
+    step["input_ids"] = torch.randint(0, 500, (4 * width,), generator=generator).to(torch.int32)
+    accepted = torch.randint(1, kept + 1, (4,), generator=generator)
+    step |= {"longest": width, "num_rejected": (width - accepted).to(torch.int32)}
+    found, wanted = (poisoned(6, 4 * width, 8, 48) for _ in range(2))
+    common = step | {"num_queries": 8, "takes_last": False, "kept": kept}
+    inputs.prepare_rows(**common, out=found)
+    naive.prepare_rows(**common, out=wanted)
+    for name, mine, theirs in zip(inputs.DartRows._fields, found, wanted, strict=True):
+        assert torch.equal(mine, theirs), name
+    assert found.entry_rows[:4].tolist() == [kept * i + int(n) - 1 for i, n in enumerate(accepted)]
+    assert (found.context_slots[: 4 * kept] != -777).all() and (found.context_slots[4 * kept :] == -777).all()
 
 
 def test_every_row_has_its_place():
@@ -105,6 +125,7 @@ def test_every_row_has_its_place():
         num_queries=3,
         max_model_len=12,
         takes_last=False,
+        kept=0,
         out=out,
     )
     # Entry 5 is context, entry 6 the last one, rows 2 and 3 were rejected; the token after entry 6 is the sampled one.

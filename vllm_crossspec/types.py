@@ -82,6 +82,7 @@ class DraftSettings(NamedTuple):
         top_k: children of a node (dynamic) or candidates at a position (best_first, continuity); None for a chain.
         depth: K, deepest level.
         is_coupled: whether candidates are ranked with the target's noise for sampled requests.
+        max_accepted: most draft tokens of a round that can be accepted, whichever drafter's they are.
         from_one_row: whether a round starts from one row a request, the last accepted token, what came before it
             being in the cache already; if not, from all rows that the target verified.
         tree: all of the user's tree settings; None for a chain.
@@ -93,6 +94,7 @@ class DraftSettings(NamedTuple):
     top_k: int | None
     depth: int
     is_coupled: bool
+    max_accepted: int
     from_one_row: bool = False
     tree: "TreeConfig | None" = None
     ngram: "NgramConfig | None" = None

@@ -101,6 +101,7 @@ class ProposerHost(DraftModelSpeculator):
             top_k=tree.top_k,
             depth=drafter.num_speculative_tokens,
             is_coupled=settings.verification == "match" and settings.draft_sample_method != "greedy",
+            max_accepted=settings.max_depth,
             tree=None if tree.is_chain else tree,
             ngram=drafter.ngram,
             from_one_row=settings.routes and settings.router is not None and settings.router.policy != "record",

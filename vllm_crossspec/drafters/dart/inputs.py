@@ -23,11 +23,11 @@ class DartRows(NamedTuple):
     """Persistent buffers for the rows of a round; S most requests, T most target tokens, P at most S * K query rows.
 
     Attributes:
-        context_positions: int64 [T] of every target row that is an accepted entry, 0 elsewhere.
+        context_positions: int64 [T] of every row in the buffers that is an accepted entry, 0 elsewhere.
         context_tokens: int64 [T] id of the token after each, 0 elsewhere.
         context_slots: int64 [T] cache slot of each; ``PAD_SLOT`` for the last accepted entry, which is a query row,
             and for rejected rows.
-        entry_rows: int64 [S] target row of the last accepted entry.
+        entry_rows: int64 [S] place in the buffers of the last accepted entry.
         entry_tokens: int64 [S] id of the token after it.
         positions: int64 [P] of the query rows, request by request; rows past P are not wanted.
         slots: int64 [P] cache slot of each.
@@ -61,7 +61,7 @@ def _cache_slot(block_table_ptr, position, block_size, num_blocks, is_wanted):
     return tl.where(is_wanted & (number != 0), number * block_size + position % block_size, -1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["kept"])
 def _context_rows_kernel(
     context_positions_ptr,  # int64 [T]
     context_tokens_ptr,  # int64 [T]
@@ -75,6 +75,7 @@ def _context_rows_kernel(
     block_table_stride,
     num_blocks,
     block_size,
+    kept,  # rows of each request in the buffers; 0: all that it has
     TAKES_LAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -82,7 +83,10 @@ def _context_rows_kernel(
     start = tl.load(target_starts_ptr + request).to(tl.int64)
     end = tl.load(target_starts_ptr + request + 1).to(tl.int64)
     accepted = end - tl.load(num_rejected_ptr + request)
-    row = start + tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    offset = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = start + offset
+    place = tl.where(kept > 0, request * kept + offset, row)
+    is_kept = offset < tl.where(kept > 0, tl.minimum(end - start, kept), end - start)
     is_accepted = row < accepted
     is_last = row == accepted - 1
     position = tl.load(target_positions_ptr + row, mask=is_accepted, other=0)
@@ -93,12 +97,12 @@ def _context_rows_kernel(
         writes = is_accepted & (row < accepted - 1)
     table = block_table_ptr + request * block_table_stride
     slot = _cache_slot(table, position, block_size, num_blocks, writes)
-    tl.store(context_positions_ptr + row, position, mask=row < end)
-    tl.store(context_tokens_ptr + row, token, mask=row < end)
-    tl.store(context_slots_ptr + row, slot, mask=row < end)
+    tl.store(context_positions_ptr + place, position, mask=is_kept)
+    tl.store(context_tokens_ptr + place, token, mask=is_kept)
+    tl.store(context_slots_ptr + place, slot, mask=is_kept)
 
 
-@triton.jit(do_not_specialize=["num_reqs"])
+@triton.jit(do_not_specialize=["num_reqs", "kept"])
 def _query_rows_kernel(
     entry_rows_ptr,  # int64 [S]
     entry_tokens_ptr,  # int64 [S]
@@ -126,6 +130,7 @@ def _query_rows_kernel(
     num_reqs,
     num_queries,  # K
     capacity,  # P
+    kept,  # rows of each request in the buffers; 0: all that it has
     max_model_len,
     BLOCK: tl.constexpr,
 ):
@@ -136,6 +141,7 @@ def _query_rows_kernel(
     rows = request * num_queries + offset
     has_room = inside & (rows < capacity)
     if request < num_reqs:
+        start = tl.load(target_starts_ptr + request).to(tl.int64)
         last = tl.load(target_starts_ptr + request + 1).to(tl.int64) - tl.load(num_rejected_ptr + request) - 1
         slot = tl.load(idx_mapping_ptr + request).to(tl.int64)
         sampled = tl.load(last_sampled_ptr + slot).to(tl.int64)
@@ -144,7 +150,7 @@ def _query_rows_kernel(
         is_possible = inside & (position < max_model_len)
         table = block_table_ptr + request * block_table_stride
         cache_slot = _cache_slot(table, position, block_size, num_blocks, is_possible)
-        tl.store(entry_rows_ptr + request, last)
+        tl.store(entry_rows_ptr + request, tl.where(kept > 0, request * kept + last - start, last))
         tl.store(entry_tokens_ptr + request, tl.where(tl.load(num_sampled_ptr + request) > 0, sampled, in_prompt))
         tl.store(positions_ptr + rows, tl.minimum(position, max_model_len - 1), mask=has_room)
         tl.store(slots_ptr + rows, cache_slot, mask=has_room)
@@ -187,6 +193,7 @@ def prepare_rows(
     num_queries: int,
     max_model_len: int,
     takes_last: bool,
+    kept: int,
     out: DartRows,
 ) -> None:
     """Fill ``out`` for a batch; two launches, whatever the batch.
@@ -204,6 +211,8 @@ def prepare_rows(
         block_size: tokens of a block.
         num_queries: K.
         max_model_len: positions from there on are not cached.
+        kept: the buffers hold so many rows of every request, the first ones, among which all accepted ones are; 0: the
+            buffers hold all rows of the target.
         takes_last: whether the last accepted entry is to be cached as context, too (no query rows will follow).
         out: written.
     """
@@ -236,10 +245,12 @@ def prepare_rows(
         num_reqs,
         num_queries,
         min(out.positions.shape[0], out.slots.shape[0]),
+        kept,
         max_model_len,
         BLOCK=triton.next_power_of_2(num_queries),
         num_warps=1,
     )
+    longest = min(longest, kept) if kept else longest
     # Two sizes: each is compiled anew, and a chunk of a prompt can be of any length.
     block = 64 if longest <= 64 else 256
     _context_rows_kernel[(num_reqs, triton.cdiv(longest, block))](
@@ -255,6 +266,7 @@ def prepare_rows(
         block_table.stride(0),
         num_blocks,
         block_size,
+        kept,
         TAKES_LAST=takes_last,
         BLOCK=block,
         num_warps=1,

@@ -23,6 +23,7 @@ def prepare_rows(
     num_queries: int,
     max_model_len: int,
     takes_last: bool,
+    kept: int,
     out: DartRows,
 ) -> None:
     """See :func:`vllm_crossspec.drafters.dart.inputs.prepare_rows`."""
@@ -39,15 +40,16 @@ def prepare_rows(
         start, end = query_start_loc[request : request + 2].tolist()
         last = end - int(num_rejected[request]) - 1
         token = int((last_sampled if num_sampled[request] > 0 else next_prefill_tokens)[slot])
-        for row in range(start, end):
-            is_accepted = row <= last
+        first = request * kept if kept else start
+        for row in range(start, min(end, start + kept) if kept else end):
+            place, is_accepted = first + row - start, row <= last
             position = int(positions[row])
             following = token if row == last else int(input_ids[row + 1]) if is_accepted else 0
             writes = row <= last if takes_last else row < last
-            out.context_positions[row] = position if is_accepted else 0
-            out.context_tokens[row] = following
-            out.context_slots[row] = cache_slot(request, position) if writes else PAD_SLOT
-        out.entry_rows[request], out.entry_tokens[request] = last, token
+            out.context_positions[place] = position if is_accepted else 0
+            out.context_tokens[place] = following
+            out.context_slots[place] = cache_slot(request, position) if writes else PAD_SLOT
+        out.entry_rows[request], out.entry_tokens[request] = first + last - start, token
         for offset in range(num_queries):
             row, position = request * num_queries + offset, int(positions[last]) + offset
             if row < out.slots.shape[0]:

@@ -54,9 +54,10 @@ class DartProposer(DFlashProposer):
         """Keys and values of the step's accepted entries; no forward."""
         if step.options.get("dummy_run") or not step.tapped_hidden_states:
             return
-        self._fuse_rows(step)
-        self._prepare_rows(step, takes_last=True)
-        self._precompute_context_kv(0, step.batch.num_tokens)
+        kept = self._rows_kept(step)
+        num_rows = self._fuse_rows(step, kept)
+        self._prepare_rows(step, kept, takes_last=True)
+        self._precompute_context_kv(0, num_rows)
 
     @torch.inference_mode()
     def write_context(
@@ -72,14 +73,15 @@ class DartProposer(DFlashProposer):
         num_reqs, is_dummy = batch.num_reqs, options.get("dummy_run", False)
         longest = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())
         self.draft_max_seq_len = min(longest + queries, self.max_model_len)
-        self._fuse_rows(step)
+        kept = self._rows_kept(step)
+        num_rows = self._fuse_rows(step, kept)
         if is_dummy and options.get("skip_attn_for_dummy_run"):  # the memory profile: there is no cache yet
-            self._precompute_context_kv(0, batch.num_tokens, dummy_run=True)
+            self._precompute_context_kv(0, num_rows, dummy_run=True)
             self._generate_draft(num_reqs, num_reqs * queries, None, None, None)
             return
-        self._prepare_rows(step, takes_last=False)
+        self._prepare_rows(step, kept, takes_last=False)
         sync = options.get("dp_sync_state")
-        own_sync, num_rows = (
+        own_sync, num_queries = (
             self._build_uniform_batch_dp_sync(sync, num_reqs, queries)
             if sync is not None
             else (None, num_reqs * queries)
@@ -87,7 +89,7 @@ class DartProposer(DFlashProposer):
         desc, own_sync = dispatch_cg_and_sync_dp(
             self.query_cudagraph_manager,
             num_reqs,
-            num_rows,
+            num_queries,
             uniform_token_count=queries,
             dp_size=self.dp_size,
             dp_rank=self.dp_rank,
@@ -95,7 +97,7 @@ class DartProposer(DFlashProposer):
             dp_sync_state=own_sync,
         )
         in_graph = desc.cg_mode == CUDAGraphMode.FULL
-        self._store_context(batch.num_tokens, desc.num_reqs if in_graph else None, is_dummy)
+        self._store_context(num_rows, desc.num_reqs if in_graph else None, is_dummy)
         metadata = None
         if not (in_graph and self.supports_decode_metadata_update):
             metadata = self._build_uniform_attn_metadata(
@@ -117,15 +119,35 @@ class DartProposer(DFlashProposer):
         across_dp = own_sync.num_tokens_across_dp if own_sync is not None else None
         self._generate_draft(num_reqs, num_reqs * queries, metadata, slots, across_dp, desc.cg_mode)
 
-    def _fuse_rows(self, step: StepInputs) -> None:
-        """The features of all target rows, into the buffer; a round from one row brings them as they are."""
-        num_tokens = step.batch.num_tokens
-        states = step.last_hidden_states
-        if step.tapped_hidden_states:
-            states = self.fuse(torch.cat(step.tapped_hidden_states, dim=-1))
-        self.hidden_states[:num_tokens].copy_(states[:num_tokens])
+    def _rows_kept(self, step: StepInputs) -> int:
+        """Rows of each request that may hold accepted tokens, where all verify equally many drafts; 0: all rows.
 
-    def _prepare_rows(self, step: StepInputs, takes_last: bool) -> None:
+        The accepted path of a tree has moved to the first rows of its request by now (``commit``).
+        """
+        batch, num_drafted = step.batch, step.batch.num_draft_tokens_per_req
+        if num_drafted is None or not step.tapped_hidden_states:
+            return 0
+        num_scheduled, num_drafted = batch.num_scheduled_tokens[: batch.num_reqs], num_drafted[: batch.num_reqs]
+        width = int(num_scheduled[0])
+        is_uniform = (num_scheduled == width).all() and (num_drafted == width - 1).all()
+        return min(width, self.drafts.max_accepted + 1) if is_uniform else 0
+
+    def _fuse_rows(self, step: StepInputs, kept: int) -> int:
+        """The features of the target's rows, into the buffer; how many there are.
+
+        A round from one row a request brings them as they are.
+        """
+        num_rows, states = step.batch.num_tokens, step.last_hidden_states
+        if step.tapped_hidden_states:
+            tapped = [state[:num_rows] for state in step.tapped_hidden_states]
+            if kept:
+                tapped = [state.unflatten(0, (step.batch.num_reqs, -1))[:, :kept] for state in tapped]
+                num_rows = step.batch.num_reqs * kept
+            states = self.fuse(torch.cat(tapped, dim=-1).view(num_rows, -1))
+        self.hidden_states[:num_rows].copy_(states[:num_rows])
+        return num_rows
+
+    def _prepare_rows(self, step: StepInputs, kept: int, takes_last: bool) -> None:
         batch, tables, group = step.batch, self.block_tables, self.draft_kv_cache_group_id
         prepare_rows(
             input_ids=batch.input_ids,
@@ -144,6 +166,7 @@ class DartProposer(DFlashProposer):
             num_queries=self.num_query_per_req,
             max_model_len=self.max_model_len,
             takes_last=takes_last,
+            kept=kept,
             out=DartRows(
                 context_positions=self.context_positions,
                 context_tokens=self.context_tokens,
@@ -160,6 +183,10 @@ class DartProposer(DFlashProposer):
                 seeds=self.seeds,
             ),
         )
+
+    def _num_graph_context_tokens(self, num_reqs: int) -> int:
+        """Context rows that a graph stores: what a verification can have accepted."""
+        return min(num_reqs * (self.drafts.max_accepted + 1), self.max_num_tokens)
 
     def _store_context(self, num_tokens: int, num_graph_reqs: int | None, is_dummy: bool) -> None:
         """Cache the accepted entries before the last ones: here, as far as no graph does it."""
