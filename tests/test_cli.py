@@ -51,7 +51,7 @@ def play(monkeypatch, tmp_path):
 @pytest.fixture
 def pocket(tmp_path):
     """A folder with the outlines of the demo's models."""
-    for name in ("target", "eagle3", "dflash", "router"):
+    for name in demo.pocket_folders(demo.METHODS):
         (tmp_path / "pocket" / name).mkdir(parents=True)
         (tmp_path / "pocket" / name / "config.json").write_text("{}")
     return tmp_path / "pocket"
@@ -415,8 +415,9 @@ def test_doctor_sees_a_hidden_or_mismatched_gpu(monkeypatch):
 
 def test_doctor_names_damaged_pocket_models(monkeypatch, pocket):
     monkeypatch.setattr(doctor, "POCKET", pocket)
-    found = [check.found for check in doctor.check_pocket()]
-    assert len(found) == 4 and all(check.status == doctor.FAIL for check in doctor.check_pocket())
+    checks = doctor.check_pocket()
+    assert len(checks) == len(list(pocket.iterdir())) == 6
+    assert all(check.status == doctor.FAIL for check in checks)
     (Path(pocket) / "target" / "model.safetensors").write_bytes(b"version https://git-lfs")
     assert "model.safetensors" in doctor.check_pocket()[0].found
 

@@ -234,7 +234,8 @@ def _build(model: type[M], fields: dict[str, Any], path: str) -> M:
     try:
         return model(**fields)
     except ValidationError as error:
-        first = error.errors()[0]
+        # A mistyped key is named before the one that it leaves missing.
+        first = next((e for e in error.errors() if e["type"] == "extra_forbidden"), error.errors()[0])
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             owners: dict[str, type[Settings]] = {"tree": TreeConfig, "router": RouterConfig, "ngram": NgramConfig}
