@@ -189,7 +189,7 @@ def test_values_that_are_no_numbers_are_never_chosen():
     hidden, weight, assets = make((2, 12, 6, 4, 6, (1,)), seed=5)
     weight[3], weight[1] = float("nan"), float("nan")
     expected = (hidden @ weight.t()).nan_to_num(nan=float("-inf")).argmax(dim=1)
-    for head in heads(weight, assets, max_rows=2, top_k=3):
+    for head in (*heads(weight, assets, max_rows=2, top_k=3), *heads(weight, assets, max_rows=2, top_k=3, margin=2.0)):
         assert torch.equal(head.best_token(hidden), expected)
         assert head.top_tokens(hidden).log_probs.isfinite().all()
         lost = torch.full_like(hidden, float("nan"))

@@ -341,6 +341,18 @@ def test_mistakes_are_one_sentence(tmp_path, monkeypatch, arguments, sentence):
     assert not list(tmp_path.iterdir())
 
 
+def test_the_benchmark_runs(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    before = torch.get_num_threads()
+    importlib.import_module("flashhead_cpu").main(["--size", "96,8", "--runs", "2", "--json", str(tmp_path / "out")])
+    torch.set_num_threads(before)
+    rows = json.loads((tmp_path / "out").read_text())["rows"]
+    assert [row["head"] for row in rows] == ["dense", "flashhead, 1 probes", "flashhead, 6 probes"] + [
+        f"flashhead, {probes} probes, grouped" for probes in (1, 6)
+    ]
+    assert rows[0]["speedup"] == 1.0 and all(row["median_wall_ms"] > 0 for row in rows)
+
+
 # -- embedl's own head --------------------------------------------------------------------------------------------
 
 

@@ -153,6 +153,7 @@ def _tokens(weight: torch.Tensor, assets: Assets, grouped: bool) -> kernels.Toke
     places = torch.empty(assets.vocab_size, dtype=torch.int32)
     places[assets.members.flatten()] = torch.arange(assets.vocab_size, dtype=torch.int32)
     special = torch.tensor(assets.special_token_ids, dtype=torch.int32)
+    weight = weight.detach()
     members = assets.members.to(weight.device)
     return kernels.Tokens(
         weight=weight.index_select(0, members.flatten()) if grouped else weight.contiguous(),

@@ -9,8 +9,9 @@ import torch
 from vllm_crossspec.heads.flashhead.kernels import Tokens
 
 _NEVER = float("-inf")
-_GATHERED_ELEMENTS = 1 << 24
-"""Of the output embedding at once, 64 MB of float32; at least one row's candidates."""
+_GATHERED_ELEMENTS = 1 << 18
+"""Of the output embedding at once, 1 MB of float32: they are multiplied while they are in the core's cache, and their
+memory is not given back to the system and taken anew in every call."""
 
 
 def select_clusters(
@@ -24,7 +25,7 @@ def select_clusters(
     lowest = found.values[:, :1] - margin * hidden.float().norm(dim=1, keepdim=True)
     probed = found.values >= lowest
     # A decoding CPU waits for nobody: columns that no row probes need not be gathered.
-    return found.indices.masked_fill(~probed, -1)[:, : int(probed.sum(dim=1).max())]
+    return found.indices.masked_fill(~probed, -1)[:, : max(1, int(probed.sum(dim=1).max()))]
 
 
 def score(
@@ -38,16 +39,10 @@ def score(
         clusters: int64 [B, P] of :func:`select_clusters`.
         is_unique: no token may be there twice.
     """
-    num_rows, size = len(hidden), tokens.members.shape[1]
-    is_live = (clusters >= 0).repeat_interleave(size, dim=1)
     safe = clusters.clamp(min=0)
     ids = tokens.members[safe].flatten(1).long()
-    scores = torch.empty(num_rows, ids.shape[1])
-    step = max(1, _GATHERED_ELEMENTS // max(1, ids.shape[1] * hidden.shape[1]))
-    for begin in range(0, num_rows, step):
-        part = slice(begin, begin + step)
-        rows = _gather(tokens, safe[part], ids[part])
-        scores[part] = _products(rows, hidden[part].to(rows.dtype))
+    scores = _products(hidden.to(tokens.weight.dtype), tokens, safe, ids).float()
+    is_live = (clusters >= 0).repeat_interleave(tokens.members.shape[1], dim=1)
     scores = _numbers(scores).masked_fill(~is_live, _NEVER)
     if len(tokens.special_tokens):
         special_scores, special = _special(hidden, tokens, clusters, is_unique)
@@ -55,21 +50,22 @@ def score(
     return scores, ids.masked_fill(scores == _NEVER, 0)
 
 
-def _gather(tokens: Tokens, clusters: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """[b, P * M, D] rows; where a cluster's lie together, as one piece."""
-    weight, size = tokens.weight, tokens.members.shape[1]
+def _products(hidden: torch.Tensor, tokens: Tokens, clusters: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """[B, P * M], in the embedding's precision; where the rows of a cluster lie together they are gathered as one."""
+    (num_clusters, size), hidden_size = tokens.members.shape, hidden.shape[1]
+    source, index = tokens.weight, ids
     if tokens.is_grouped:
-        found = weight.view(len(tokens.members), -1).index_select(0, clusters.flatten())
-    else:
-        found = weight.index_select(0, ids.flatten())
-    return found.view(len(clusters), clusters.shape[1] * size, weight.shape[1])
-
-
-def _products(rows: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """[b, n] of [b, n, D] and [b, D]. One row is a matrix times a vector, which is quicker than a batch of one."""
-    if len(hidden) == 1:
-        return torch.mv(rows[0], hidden[0])[None].float()
-    return torch.bmm(rows, hidden[:, :, None])[:, :, 0].float()
+        source, index = source.view(num_clusters, -1), clusters
+    each = 1 if tokens.is_grouped else size
+    step = max(1, _GATHERED_ELEMENTS // (size * hidden_size))
+    scratch = source.new_empty(min(step, clusters.shape[1]) * each, source.shape[1])
+    scores = hidden.new_empty(ids.shape)
+    for row, state in enumerate(hidden):
+        for begin in range(0, clusters.shape[1], step):
+            piece = index[row, begin * each : (begin + step) * each]
+            rows = torch.index_select(source, 0, piece, out=scratch[: len(piece)])
+            torch.mv(rows.view(-1, hidden_size), state, out=scores[row, begin * size : (begin + step) * size])
+    return scores
 
 
 def _special(
