@@ -330,6 +330,10 @@ def test_the_commands_build_describe_and_judge(tmp_path):
         (("build", POCKET / "target", "--out", "x", "--recall", 1.5), "--recall 1.5: give a share"),
         (("build", POCKET / "target", "--out", "x", "--special", "4096"), "--special 4096: token ids lie between"),
         (("build", POCKET / "target", "--out", "x", "--device", "tpu"), "--device tpu: choose auto, cpu or cuda"),
+        (
+            ("build", POCKET / "target", "--out", "x", "--recall", 0.9, "--prompts", POCKET / "target" / "config.json"),
+            "not JSON",
+        ),
         (("info", "nowhere"), "ASSETS: there is no folder 'nowhere'"),
         (("recall", POCKET / "target", "--assets", POCKET / "target"), "no config.json that names any"),
     ],

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -63,8 +64,8 @@ def build(
 ) -> None:
     """Cluster a model's output embedding, tied or not, in the format of the published FlashHead models.
 
-    Every cluster gets the same number of tokens. A round compares each token with each centroid: for 151,936 tokens of
-    width 1024 that is 3 TFLOP, seconds on a GPU and a minute or more a round on a CPU core.
+    Every cluster gets the same number of tokens. A round compares each token with each centroid: 3 TFLOP for 151,936
+    tokens of width 1024, so that a large vocabulary wants a GPU.
 
     Example: crossspec flashhead build Qwen3-0.6B --out qwen3-0.6b-flashhead --recall 0.99
     """
@@ -83,6 +84,7 @@ def build(
         check_probes(probes, num_clusters, "--probes")
     if recall is not None and (probes is not None or not 0 < recall <= 1):
         raise ValueError(f"--recall {recall}: give a share above 0 and up to 1, and no --probes beside it")
+    texts = _texts(prompts) if recall is not None else []
     ids = _ids(special, len(weight)) if special is not None else read_special_tokens(model, len(weight))
     with _progress() as report:
         weight = weight.to(chosen)
@@ -97,7 +99,7 @@ def build(
         }
         made = files.Assets(found.centroids, members, ids, probes or files.default_probes(num_clusters), facts)
         if recall is not None:
-            ranks = _ranks(model, weight, made, prompts, new_tokens, report)
+            ranks = _ranks(model, weight, made, texts, new_tokens, report)
             num_probes = least_probes(ranks, recall)
             facts |= {"recall": recall, "measured_on": len(ranks.ranks)}
             made = made._replace(num_probes=num_probes)
@@ -156,8 +158,9 @@ def recall(
     numbers = _numbers_to_show(read, probes)
     for number in numbers:
         check_probes(number, len(read.members), "--probes")
+    texts = _texts(prompts)
     with _progress() as report:
-        ranks = _ranks(model, weight, read, prompts, new_tokens, report)
+        ranks = _ranks(model, weight, read, texts, new_tokens, report)
     _console().print(_curve(ranks, margin, numbers))
     if json_file is not None:
         rows = [at(ranks, number, margin)._asdict() for number in numbers]
@@ -167,17 +170,21 @@ def recall(
 # -- shared pieces --------------------------------------------------------------------------------------------
 
 
-def _ranks(
-    model: Path, weight: "torch.Tensor", assets: "Assets", prompts: Path, new_tokens: int, report: "Report"
-) -> "Ranks":
+def _texts(prompts: Path) -> list[str]:
+    """What to ask the model, before anything heavy starts."""
     from vllm_crossspec.cli.prompts import read_prompts
-    from vllm_crossspec.heads.flashhead.quality import rank_clusters
 
-    texts = [prompt.turns[0] for prompt in read_prompts(prompts)]
-    try:
-        from vllm_crossspec.heads.flashhead.states import answer_states
-    except ModuleNotFoundError as problem:
-        raise ValueError(f'recall needs {problem.name}: run `pip install "vllm-crossspec[train]"`') from problem
+    if find_spec("transformers") is None:
+        raise ValueError('recall needs transformers: run `pip install "vllm-crossspec[train]"`')
+    return [prompt.turns[0] for prompt in read_prompts(prompts)]
+
+
+def _ranks(
+    model: Path, weight: "torch.Tensor", assets: "Assets", texts: list[str], new_tokens: int, report: "Report"
+) -> "Ranks":
+    from vllm_crossspec.heads.flashhead.quality import rank_clusters
+    from vllm_crossspec.heads.flashhead.states import answer_states
+
     states = answer_states(model, texts, new_tokens=new_tokens, device=weight.device, progress=report)
     return rank_clusters(weight, assets, states)
 
