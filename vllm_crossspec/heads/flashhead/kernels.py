@@ -419,7 +419,8 @@ def _top_tokens_kernel(
     total = tl.load(sums + 1, mask=chunk < num_chunks, other=0.0)
     maximum = tl.max(highest, axis=0)
     maximum = tl.where(maximum > float("-inf"), maximum, 0.0)
-    log_sum = tl.log(tl.sum(total * tl.exp(highest - maximum), axis=0)) + maximum
+    share = tl.sum(total * tl.exp(highest - maximum), axis=0)
+    log_sum = tl.log(tl.where(share > 0, share, 1.0)) + maximum
     for rank in range(K):
         best = tl.max(packed, axis=0)
         is_none = best == _NONE
