@@ -11,6 +11,7 @@ from vllm_crossspec.cli.bench import bench
 from vllm_crossspec.cli.collect import collect
 from vllm_crossspec.cli.demo import demo
 from vllm_crossspec.cli.doctor import doctor
+from vllm_crossspec.cli.flashhead import app as flashhead_app
 from vllm_crossspec.cli.ngram import app as ngram_app
 from vllm_crossspec.cli.router import calibrate, oracle, trace
 from vllm_crossspec.cli.runner import EngineError
@@ -35,6 +36,7 @@ app.command()(calibrate)
 app.command()(oracle)
 app.command()(trace)
 app.add_typer(ngram_app)
+app.add_typer(flashhead_app)
 
 
 @app.command(

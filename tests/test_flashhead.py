@@ -1,0 +1,282 @@
+"""FlashHead's head: its kernels against their twins, and its token against the dense head's.
+
+Tolerances: kernels and twins add at most 200 float32 products of about 1 in different orders, which stays within 1e-4.
+Token ids compare exactly: random scores lie further apart than that.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hopper import compile_in_subprocess
+from steps import DEVICE, POISON, poisoned
+
+from vllm_crossspec.heads.flashhead import kernels, naive
+from vllm_crossspec.heads.flashhead.assets import Assets
+from vllm_crossspec.heads.flashhead.head import FlashHead
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-4}
+SHAPES = [
+    # rows, hidden size, clusters, tokens of a cluster, probes, special tokens
+    (1, 16, 8, 4, 2, ()),
+    (1, 33, 17, 16, 17, (0, 5)),
+    (3, 130, 40, 7, 5, (279, 3, 100)),
+    (2, 64, 1, 12, 1, ()),
+    (17, 48, 33, 1, 9, (32,)),
+    (2, 140, 20, 33, 3, tuple(range(0, 200, 5))),
+]
+FORMS = [False, True]
+"""Whether the rows of a cluster lie together."""
+
+
+def make(shape, seed=0, dtype=torch.float32):
+    """Hidden states, an output embedding and random clusters of it, on the device."""
+    rows, hidden_size, num_clusters, size, num_probes, special = shape
+    generator = torch.Generator().manual_seed(seed)
+    hidden = torch.randn(rows, hidden_size, generator=generator)
+    weight = torch.randn(num_clusters * size, hidden_size, generator=generator)
+    members = torch.randperm(len(weight), generator=generator).view(num_clusters, size).sort(dim=1).values
+    centroids = weight[members].mean(dim=1)
+    assets = Assets(centroids, members, tuple(sorted(special)), num_probes, {})
+    return hidden.to(DEVICE, dtype), weight.to(DEVICE, dtype), assets
+
+
+def heads(weight, assets, **settings):
+    """The head by kernels and by PyTorch operations, in both layouts, every buffer poisoned."""
+    for uses_kernels in (True, False):
+        for grouped in FORMS:
+            head = FlashHead(weight, assets, grouped=grouped, use_kernels=uses_kernels, **settings)
+            for buffer in (*head._buffers, head._best, head._top, head._log_probs):
+                buffer.fill_(POISON)
+            yield head
+
+
+def probed_clusters(hidden, assets, num_probes, margin=None):
+    centroids = F.normalize(assets.centroids.to(DEVICE), dim=1)
+    scores = naive.score_centroids(hidden.float(), centroids)
+    return naive.select_clusters(scores, hidden, num_probes, margin)
+
+
+# -- kernels against twins ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_centroid_scores(shape):
+    hidden, _, assets = make(shape)
+    wide = torch.cat((hidden, hidden), dim=1)[:, : hidden.shape[1]]  # rows further apart than they are wide
+    centroids = assets.centroids.to(DEVICE)
+    scores = poisoned(len(hidden) + 2, len(centroids), dtype=torch.float32)
+    kernels.score_centroids(hidden=wide, centroids=centroids, scores=scores)
+    torch.testing.assert_close(scores[: len(hidden)], naive.score_centroids(hidden, centroids), **TOLERANCE)
+    assert (scores[len(hidden) :] == POISON).all()
+
+
+def test_centroids_in_half_precision_are_read_as_such():
+    hidden, _, assets = make(SHAPES[2])
+    centroids = F.normalize(assets.centroids, dim=1).to(DEVICE, torch.bfloat16)
+    for rows in (1, 3):
+        scores = poisoned(rows, len(centroids), dtype=torch.float32)
+        kernels.score_centroids(hidden=hidden[:rows], centroids=centroids, scores=scores)
+        # A single row is not rounded to the centroids' precision: 8 bits of each of 130 terms.
+        expected = naive.score_centroids(hidden[:rows], centroids)
+        torch.testing.assert_close(scores, expected, rtol=0.02, atol=0.03)
+
+
+@pytest.mark.parametrize("num_clusters", [1, 7, 64, 300])
+@pytest.mark.parametrize("margin", [None, 0.0, 0.15, 2.0])
+def test_selected_clusters(num_clusters, margin):
+    generator = torch.Generator().manual_seed(num_clusters)
+    for num_probes in sorted({1, min(5, num_clusters), num_clusters}):
+        scores = torch.randn(9, num_clusters, generator=generator)
+        scores[1] = torch.randint(-2, 3, (num_clusters,), generator=generator)  # ties, zeros of both signs
+        scores[1][scores[1] == 0] *= -1
+        scores[2] = -scores[2].abs()
+        scores[3] = 1.0
+        scores[4, ::2] = float("-inf")
+        scores[5, ::3] = float("nan")
+        scores[6] *= 1e30
+        hidden = torch.randn(9, 13, generator=generator)
+        clusters = poisoned(11, num_probes)
+        kernels.select_clusters(scores=scores.to(DEVICE), hidden=hidden.to(DEVICE), clusters=clusters, margin=margin)
+        assert torch.equal(clusters[:9].cpu(), naive.select_clusters(scores, hidden, num_probes, margin))
+        assert (clusters[9:] == POISON).all()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("margin", [None, 0.1])
+def test_best_and_best_few_are_the_twins(shape, margin):
+    hidden, weight, assets = make(shape)
+    num_probes, k = assets.num_probes, 6
+    clusters = probed_clusters(hidden, assets, num_probes, margin)
+    expected = naive.top_tokens(hidden.cpu(), weight.cpu(), assets.members, assets.special_token_ids, clusters, k)
+    for head in heads(weight, assets, margin=margin, max_rows=len(hidden) + 3, top_k=k):
+        assert torch.equal(head.best_token(hidden).cpu(), expected[0][:, 0])
+        found = head.top_tokens(hidden)
+        assert torch.equal(found.tokens.cpu(), expected[0])
+        torch.testing.assert_close(found.log_probs.cpu(), expected[1], **TOLERANCE)
+
+
+def test_candidates_of_several_chunks():
+    """More candidates than one program looks through, and the best few in different ones."""
+    shape = (2, 8, 50, 100, 45, (7, 4900))
+    hidden, weight, assets = make(shape)
+    assert assets.num_probes * 100 > 2 * kernels.CHUNK
+    clusters = probed_clusters(hidden, assets, assets.num_probes)
+    expected = naive.top_tokens(hidden.cpu(), weight.cpu(), assets.members, assets.special_token_ids, clusters, 12)
+    for head in heads(weight, assets, max_rows=2, top_k=12):
+        found = head.top_tokens(hidden)
+        assert torch.equal(found.tokens.cpu(), expected[0])
+        torch.testing.assert_close(found.log_probs.cpu(), expected[1], **TOLERANCE)
+
+
+# -- the head against the dense one -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_with_all_clusters_probed_it_is_the_dense_head(shape):
+    hidden, weight, assets = make(shape, seed=1)
+    logits = (hidden @ weight.t()).cpu()
+    k = min(4, logits.shape[1])
+    best = logits.log_softmax(dim=1).topk(k, dim=1)
+    for head in heads(weight, assets, num_probes=len(assets.members), max_rows=len(hidden), top_k=k):
+        assert torch.equal(head.best_token(hidden).cpu(), logits.argmax(dim=1))
+        found = head.top_tokens(hidden)
+        assert torch.equal(found.tokens.cpu(), best.indices)
+        torch.testing.assert_close(found.log_probs.cpu(), best.values, **TOLERANCE)
+
+
+@pytest.mark.parametrize("margin", [None, 0.2])
+def test_wherever_the_right_cluster_is_probed_it_is_the_dense_token(margin):
+    shape = (24, 24, 30, 9, 6, (11, 12))
+    hidden, weight, assets = make(shape, seed=2)
+    dense = (hidden @ weight.t()).argmax(dim=1).cpu()
+    clusters = probed_clusters(hidden, assets, assets.num_probes, margin)
+    is_found = (clusters == assets.assignments[dense][:, None]).any(dim=1)
+    is_found |= torch.isin(dense, torch.tensor(assets.special_token_ids))
+    assert 0.2 < is_found.float().mean() < 0.95  # both cases are there
+    for head in heads(weight, assets, margin=margin, max_rows=24):
+        found = head.best_token(hidden).cpu()
+        assert torch.equal(found == dense, is_found)
+
+
+def test_equal_scores_go_to_the_smallest_token():
+    hidden, weight, assets = make((4, 10, 12, 5, 12, ()), seed=3)
+    weight[7::9] = weight[59]
+    weight[:, :] = weight.round()
+    hidden = hidden.round()
+    dense = (hidden @ weight.t()).cpu()
+    for head in heads(weight, assets, max_rows=4, top_k=9):
+        assert torch.equal(head.best_token(hidden).cpu(), dense.argmax(dim=1))
+        expected = dense.sort(dim=1, descending=True, stable=True).indices[:, :9]
+        assert torch.equal(head.top_tokens(hidden).tokens.cpu(), expected)
+
+
+def test_special_tokens_are_always_candidates():
+    hidden, weight, assets = make((3, 20, 25, 4, 1, (13, 77)), seed=4)
+    for token in assets.special_token_ids:
+        weight[token] = 0.0
+    furthest = (hidden @ F.normalize(assets.centroids, dim=1).to(DEVICE).t()).argmin(dim=1)
+    special = assets.members[furthest[0].cpu(), 0].item()
+    weight[special] = 50 * hidden[0]
+    dense = (hidden @ weight.t()).argmax(dim=1)
+    assert dense[0] == special
+    for head in heads(weight, assets, max_rows=3):
+        assert head.best_token(hidden)[0] != special
+    for head in heads(weight, assets._replace(special_token_ids=(special,)), max_rows=3):
+        assert head.best_token(hidden)[0] == special
+
+
+def test_values_that_are_no_numbers_are_never_chosen():
+    hidden, weight, assets = make((2, 12, 6, 4, 6, (1,)), seed=5)
+    weight[3], weight[1] = float("nan"), float("nan")
+    expected = (hidden @ weight.t()).nan_to_num(nan=float("-inf")).argmax(dim=1)
+    for head in (*heads(weight, assets, max_rows=2, top_k=3), *heads(weight, assets, max_rows=2, top_k=3, margin=2.0)):
+        assert torch.equal(head.best_token(hidden), expected)
+        assert head.top_tokens(hidden).log_probs.isfinite().all()
+        lost = torch.full_like(hidden, float("nan"))
+        assert head.best_token(lost).tolist() == [0, 0]
+        assert head.top_tokens(lost).log_probs.tolist() == [[float("-inf")] * 3] * 2
+
+
+def test_fewer_candidates_than_asked_for():
+    hidden, weight, assets = make((2, 12, 6, 2, 1, ()), seed=6)
+    for head in heads(weight, assets, max_rows=2, top_k=5):
+        found = head.top_tokens(hidden)
+        assert (found.log_probs[:, 2:] == float("-inf")).all() and (found.tokens[:, 2:] == 0).all()
+        torch.testing.assert_close(found.log_probs[:, :2].exp().sum(dim=1), torch.ones(2, device=DEVICE))
+
+
+def test_a_margin_probes_fewer_clusters_where_the_best_stands_out():
+    hidden, weight, assets = make((2, 16, 20, 4, 10, ()), seed=7)
+    hidden[0] = 5 * F.normalize(assets.centroids[4], dim=0)
+    probed = probed_clusters(hidden, assets, 10, margin=0.3)
+    assert (probed[0] >= 0).sum() < (probed[1] >= 0).sum() <= 10
+    wide = [head.best_token(hidden).tolist() for head in heads(weight, assets, margin=2.0, max_rows=2)]
+    assert wide == [head.best_token(hidden).tolist() for head in heads(weight, assets, max_rows=2)]
+
+
+def test_half_precision():
+    """Kernels sum in float32; PyTorch rounds products to the 8 bits of bfloat16, and near-ties may fall either way."""
+    hidden, weight, assets = make((6, 64, 32, 8, 32, (2,)), seed=8, dtype=torch.bfloat16)
+    exact = hidden.float() @ weight.float().t()
+    for head in heads(weight, assets, max_rows=6):
+        found = head.best_token(hidden)
+        lost = exact.amax(dim=1) - exact.gather(1, found[:, None])[:, 0]
+        assert (lost <= exact.amax(dim=1) * 2**-7).all()
+        if head._uses_kernels:
+            assert (lost <= 1e-4).all()
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"num_probes": 0}, "num_probes 0: give 1 to 8, the number of clusters"),
+        ({"num_probes": 9}, "num_probes 9: give 1 to 8"),
+        ({"margin": -0.1}, "margin -0.1: give a difference of cosines"),
+        ({"top_k": 65}, "top_k 65: the head gives at most 64"),
+    ],
+)
+def test_numbers_out_of_bounds_are_refused(settings, sentence):
+    _, weight, assets = make(SHAPES[0])
+    with pytest.raises(ValueError, match=sentence):
+        FlashHead(weight, assets, **settings)
+
+
+def test_another_models_clusters_are_refused():
+    _, weight, assets = make(SHAPES[0])
+    with pytest.raises(ValueError, match=r"the clusters are for an output embedding of \[32, 16\] and this one has"):
+        FlashHead(weight[:-4], assets)
+
+
+# -- compiled for a GPU -------------------------------------------------------------------------------------------
+
+COMPILE_FOR_HOPPER = """
+from hopper import compile_only
+compiled = compile_only()
+import torch
+from vllm_crossspec.heads.flashhead import kernels
+from vllm_crossspec.heads.flashhead.assets import Assets
+from vllm_crossspec.heads.flashhead.head import FlashHead
+
+def check(dtype, rows, size, num_clusters, special, grouped, margin, top_k, centroids=None):
+    members = torch.arange(num_clusters * size).view(num_clusters, size)
+    weight = torch.zeros(members.numel(), 64, dtype=dtype)
+    assets = Assets(torch.ones(num_clusters, 64), members, special, num_clusters // 16, {})
+    head = FlashHead(weight, assets, margin=margin, max_rows=rows, top_k=top_k, grouped=grouped,
+                     centroid_dtype=centroids, use_kernels=True)
+    hidden = torch.zeros(rows, 64, dtype=dtype)
+    head.best_token(hidden)
+    if top_k:
+        head.top_tokens(hidden)
+
+check(torch.bfloat16, 1, 16, 9496, (3, 5), False, None, 10)
+check(torch.bfloat16, 8, 16, 9496, (), True, 0.1, 10)
+check(torch.float16, 1, 16, 8016, (1,), False, None, 0)
+check(torch.float32, 32, 8, 300, (1,), True, None, 3, centroids=torch.bfloat16)
+wanted = {"_score_centroids_kernel", "_select_clusters_kernel", "_score_tokens_kernel", "_best_token_kernel",
+          "_chunk_best_kernel", "_top_tokens_kernel"}
+assert wanted <= set(compiled), sorted(compiled)
+"""
+
+
+def test_kernels_compile_for_hopper(tmp_path):
+    compile_in_subprocess(COMPILE_FOR_HOPPER, tmp_path)

@@ -1,0 +1,274 @@
+"""`crossspec flashhead`: makes, describes and judges the clusters of FlashHead, a drafter's quick output layer."""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
+    import torch
+
+    from vllm_crossspec.heads.flashhead.assets import Assets
+    from vllm_crossspec.heads.flashhead.build import Progress as Report
+    from vllm_crossspec.heads.flashhead.quality import Ranks
+
+PROMPTS = Path(__file__).resolve().parents[1] / "pocket" / "prompts.jsonl"
+
+app = typer.Typer(
+    name="flashhead",
+    help="FlashHead: a drafter's next token from a few clusters of its output embedding, not from the whole vocabulary."
+    "\n\n"
+    "Clusters belong to one model's output embedding; they need no training. `build` makes them, `recall` shows how "
+    "often the head finds the dense head's token, by number of probed clusters: more probes, more work.",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+ModelArgument = Annotated[
+    Path, typer.Argument(help="Folder of the drafter: config.json and .safetensors.", show_default=False)
+]
+PromptsOption = Annotated[
+    Path, typer.Option(help="Prompts (.jsonl with `prompt` or `turns`); the model's greedy answers give the states.")
+]
+NewTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
+DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+
+
+@app.command()
+def build(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Option("--out", help="Folder to write the clusters to.")],
+    cluster_size: Annotated[int, typer.Option(help="Tokens of a cluster; must divide the vocabulary.")] = 16,
+    iterations: Annotated[int, typer.Option(help="Most rounds of k-means; it ends early when nothing moves.")] = 12,
+    seed: Annotated[int, typer.Option(help="Of the first centroids; the same seed gives the same clusters.")] = 0,
+    probes: Annotated[
+        int | None, typer.Option(help="Clusters to probe by default. Default: as --recall finds, else a 16th of them.")
+    ] = None,
+    special: Annotated[
+        str | None, typer.Option(help="Comma-separated ids that are always candidates. Default: the model's own.")
+    ] = None,
+    recall: Annotated[
+        float | None,
+        typer.Option(help="Probe as many clusters as find this share of the dense head's tokens, 0.99 for example."),
+    ] = None,
+    prompts: PromptsOption = PROMPTS,
+    new_tokens: NewTokensOption = 32,
+    device: DeviceOption = "auto",
+) -> None:
+    """Cluster a model's output embedding, tied or not, in the format of the published FlashHead models.
+
+    Every cluster gets the same number of tokens. A round compares each token with each centroid: 3 TFLOP for 151,936
+    tokens of width 1024, so that a large vocabulary wants a GPU.
+
+    Example: crossspec flashhead build Qwen3-0.6B --out qwen3-0.6b-flashhead --recall 0.99
+    """
+    from vllm_crossspec.heads.flashhead import assets as files
+    from vllm_crossspec.heads.flashhead.build import check_cluster_size, cluster
+    from vllm_crossspec.heads.flashhead.embedding import read_output_embedding, read_special_tokens
+    from vllm_crossspec.heads.flashhead.head import check_probes
+    from vllm_crossspec.heads.flashhead.quality import least_probes
+
+    chosen = _device(device)
+    files.check_out(out)
+    weight = read_output_embedding(model)
+    check_cluster_size(len(weight), cluster_size)
+    num_clusters = len(weight) // cluster_size
+    if probes is not None:
+        check_probes(probes, num_clusters, "--probes")
+    if recall is not None and (probes is not None or not 0 < recall <= 1):
+        raise ValueError(f"--recall {recall}: give a share above 0 and up to 1, and no --probes beside it")
+    texts = _texts(prompts) if recall is not None else []
+    ids = _ids(special, len(weight)) if special is not None else read_special_tokens(model, len(weight))
+    with _progress() as report:
+        weight = weight.to(chosen)
+        found = cluster(weight, cluster_size=cluster_size, iterations=iterations, seed=seed, progress=report)
+        members = files.group(found.assignments, num_clusters)
+        assert members is not None, "clusters of unequal size"
+        facts = {
+            "model": model.resolve().name,
+            "seed": seed,
+            "iterations": found.iterations,
+            "mean_cosine": round(found.cosine, 4),
+        }
+        made = files.Assets(found.centroids, members, ids, probes or files.default_probes(num_clusters), facts)
+        if recall is not None:
+            ranks = _ranks(model, weight, made, texts, new_tokens, report)
+            num_probes = least_probes(ranks, recall)
+            facts |= {"recall": recall, "measured_on": len(ranks.ranks)}
+            made = made._replace(num_probes=num_probes)
+    files.save_assets(out, made)
+    console = _console()
+    console.print(_description(out, made))
+    if recall is not None:
+        console.print(_curve(ranks, None, _numbers_to_show(made, None)))
+
+
+@app.command()
+def info(
+    assets: Annotated[Path, typer.Argument(help="Folder with clusters.", show_default=False)],
+    model: Annotated[Path | None, typer.Option(help="See whether they are this model's.")] = None,
+) -> None:
+    """Say what clusters a folder holds, after a check of every value.
+
+    Example: crossspec flashhead info qwen3-0.6b-flashhead --model Qwen3-0.6B
+    """
+    from vllm_crossspec.heads.flashhead.assets import read_assets
+    from vllm_crossspec.heads.flashhead.embedding import read_output_embedding
+
+    shape = tuple(read_output_embedding(model, "--model").shape) if model is not None else (None, None)
+    _console().print(_description(assets, read_assets(assets, vocab_size=shape[0], hidden_size=shape[1], key="ASSETS")))
+
+
+@app.command()
+def recall(
+    model: ModelArgument,
+    assets: Annotated[Path, typer.Option("--assets", help="Folder with the model's clusters.")],
+    prompts: PromptsOption = PROMPTS,
+    new_tokens: NewTokensOption = 32,
+    probes: Annotated[
+        str | None, typer.Option(help="Comma-separated numbers of probes. Default: powers of two and the assets' own.")
+    ] = None,
+    margin: Annotated[
+        float | None,
+        typer.Option(help="Adaptive: of these probes only clusters within so much of the best one's cosine."),
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the table to this file.")] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """How often the head finds the dense head's token on the model's own answers, by number of probed clusters.
+
+    Example: crossspec flashhead recall Qwen3-0.6B --assets qwen3-0.6b-flashhead --probes 128,256,512
+    """
+    from vllm_crossspec.heads.flashhead.assets import read_assets
+    from vllm_crossspec.heads.flashhead.embedding import read_output_embedding
+    from vllm_crossspec.heads.flashhead.head import check_margin, check_probes
+    from vllm_crossspec.heads.flashhead.quality import recall as at
+
+    weight = read_output_embedding(model).to(_device(device))
+    vocab_size, hidden_size = weight.shape
+    read = read_assets(assets, vocab_size=vocab_size, hidden_size=hidden_size, key="--assets")
+    check_margin(margin, "--margin")
+    numbers = _numbers_to_show(read, probes)
+    for number in numbers:
+        check_probes(number, len(read.members), "--probes")
+    texts = _texts(prompts)
+    with _progress() as report:
+        ranks = _ranks(model, weight, read, texts, new_tokens, report)
+    _console().print(_curve(ranks, margin, numbers))
+    if json_file is not None:
+        rows = [at(ranks, number, margin)._asdict() for number in numbers]
+        json_file.write_text(json.dumps({"states": len(ranks.ranks), "margin": margin, "rows": rows}, indent=2) + "\n")
+
+
+# -- shared pieces --------------------------------------------------------------------------------------------
+
+
+def _texts(prompts: Path) -> list[str]:
+    """What to ask the model, before anything heavy starts."""
+    from vllm_crossspec.cli.prompts import read_prompts
+
+    if find_spec("transformers") is None:
+        raise ValueError('recall needs transformers: run `pip install "vllm-crossspec[train]"`')
+    return [prompt.turns[0] for prompt in read_prompts(prompts)]
+
+
+def _ranks(
+    model: Path, weight: "torch.Tensor", assets: "Assets", texts: list[str], new_tokens: int, report: "Report"
+) -> "Ranks":
+    from vllm_crossspec.heads.flashhead.quality import rank_clusters
+    from vllm_crossspec.heads.flashhead.states import answer_states
+
+    states = answer_states(model, texts, new_tokens=new_tokens, device=weight.device, progress=report)
+    return rank_clusters(weight, assets, states)
+
+
+def _numbers_to_show(assets: "Assets", given: str | None) -> list[int]:
+    from vllm_crossspec.heads.flashhead.quality import usual_probes
+
+    if given is None:
+        return sorted({*usual_probes(len(assets.members)), assets.num_probes})
+    return _integers(given, "--probes")
+
+
+def _curve(ranks: "Ranks", margin: float | None, numbers: list[int]) -> Table:
+    from vllm_crossspec.heads.flashhead.quality import recall as at
+
+    table = Table(title=f"the dense head's token on {len(ranks.ranks):,} states")
+    for name in ("probes", "on average", "found"):
+        table.add_column(name, justify="right")
+    for number in numbers:
+        row = at(ranks, number, margin)
+        table.add_row(str(number), f"{row.mean_probes:.1f}", f"{100 * row.recall:.1f} %")
+    return table
+
+
+def _description(path: Path, assets: "Assets") -> Table:
+    num_clusters, size = assets.members.shape
+    width = assets.centroids.shape[1]
+    table = Table(title=str(path), show_header=False)
+    scored = num_clusters + assets.num_probes * size + len(assets.special_token_ids)
+    for name, value in {
+        "vocabulary": f"{assets.vocab_size:,} tokens of width {width:,}",
+        "clusters": f"{num_clusters:,} of {size} tokens",
+        "probed": f"{assets.num_probes:,}, so {scored:,} rows are scored, {assets.vocab_size / scored:.1f} times fewer",
+        "special tokens": ", ".join(map(str, assets.special_token_ids)) or "none",
+        "made": ", ".join(f"{key} {value}" for key, value in assets.facts.items()) or "elsewhere",
+    }.items():
+        table.add_row(name, value)
+    return table
+
+
+def _ids(given: str, vocab_size: int) -> tuple[int, ...]:
+    ids = _integers(given, "--special") if given else []
+    if any(not 0 <= token < vocab_size for token in ids):
+        raise ValueError(f"--special {given}: token ids lie between 0 and {vocab_size - 1}")
+    return tuple(sorted(set(ids)))
+
+
+def _integers(given: str, option: str) -> list[int]:
+    try:
+        return [int(part) for part in given.split(",")]
+    except ValueError as problem:
+        raise ValueError(f"{option} {given}: give whole numbers with commas between them") from problem
+
+
+def _device(name: str) -> Any:
+    import torch
+
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device {name}: choose auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no CUDA device on this machine; give --device cpu")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _console() -> Console:
+    return Console()
+
+
+@contextmanager
+def _progress() -> Iterator["Report"]:
+    """One bar a stage, on stderr."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        bars: dict[str, Any] = {}
+
+        def report(stage: str, done: int, total: int) -> None:
+            if stage not in bars:
+                bars[stage] = progress.add_task(stage, total=total)
+            progress.update(bars[stage], completed=done, total=total)
+
+        yield report

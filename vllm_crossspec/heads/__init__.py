@@ -1,0 +1,1 @@
+"""Output layers of drafters. None of them ever serves the target."""

@@ -1,0 +1,164 @@
+"""The head itself: clusters and an output embedding in, token ids out; shapes by the legend of the room."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from vllm_crossspec.heads.flashhead import kernels, vectorised
+from vllm_crossspec.heads.flashhead.assets import Assets
+
+MAX_TOP_K = 64
+
+
+class TopTokens(NamedTuple):
+    """The best few candidates of each row, falling.
+
+    Attributes:
+        tokens: int64 [B, K]; 0 where there are fewer.
+        log_probs: float32 [B, K], over the tokens that were scored: a little too high, by the mass of all others;
+            -inf where there are fewer.
+    """
+
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+
+
+class FlashHead:
+    """Next tokens of hidden states without the logits of the vocabulary.
+
+    Every buffer is made here, so that a CUDA graph can hold the calls; results lie in them until the next call. On a
+    GPU the kernels serve, elsewhere PyTorch operations.
+
+    Args:
+        weight: float [V, D], the drafter's whole output embedding (no shard of it), shared, not copied, but for
+            ``grouped``.
+        assets: its clusters.
+        num_probes: P; None: what the assets name. More find the dense head's token more often and cost more.
+        margin: probe fewer where the best cluster stands out: only those whose cosine to the state is at most so much
+            below the best one's (section 5.3 names the idea). None: always P.
+        max_rows: most rows of a batch.
+        top_k: K of :meth:`top_tokens`; 0: it is never called.
+        grouped: keep a copy of the rows in the order of the clusters. As large as the embedding, and read in longer
+            pieces.
+        centroid_dtype: of the centroids; None: the embedding's.
+        use_kernels: whether the kernels serve; None: on a GPU.
+
+    Raises:
+        ValueError: one sentence: the assets are another model's, or a number is out of its bounds.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        assets: Assets,
+        *,
+        num_probes: int | None = None,
+        margin: float | None = None,
+        max_rows: int = 1,
+        top_k: int = 0,
+        grouped: bool = False,
+        centroid_dtype: torch.dtype | None = None,
+        use_kernels: bool | None = None,
+    ):
+        num_clusters, size = assets.members.shape
+        fitting = (assets.vocab_size, assets.centroids.shape[1])
+        if tuple(weight.shape) != fitting:
+            raise ValueError(
+                f"the clusters are for an output embedding of {list(fitting)} and this one has {list(weight.shape)}: "
+                "make them with `crossspec flashhead build` from this model"
+            )
+        self.num_probes = check_probes(assets.num_probes if num_probes is None else num_probes, num_clusters)
+        self.margin = check_margin(margin)
+        if not 0 <= top_k <= MAX_TOP_K:
+            raise ValueError(f"top_k {top_k}: the head gives at most {MAX_TOP_K} candidates")
+        self.max_rows, self.top_k = max_rows, top_k
+        device = weight.device
+        self._uses_kernels = device.type == "cuda" if use_kernels is None else use_kernels
+        self._centroids = F.normalize(assets.centroids.to(device, torch.float32), dim=1)
+        self._centroids = self._centroids.to(centroid_dtype or weight.dtype).contiguous()
+        self._tokens = _tokens(weight, assets, grouped)
+        width = max(1, top_k)
+        self._best = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        self._top = torch.zeros(max_rows, width, dtype=torch.int64, device=device)
+        self._log_probs = torch.zeros(max_rows, width, dtype=torch.float32, device=device)
+        self._buffers = kernels.make_buffers(
+            rows=max_rows if self._uses_kernels else 0,
+            num_clusters=num_clusters,
+            num_probes=self.num_probes,
+            num_candidates=self.num_probes * size + len(assets.special_token_ids),
+            top_k=top_k,
+            device=device,
+        )
+
+    def best_token(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The token of the highest score.
+
+        Args:
+            hidden: float [B, D] final hidden states, B at most ``max_rows``.
+
+        Returns:
+            int64 [B]. Where the cluster of the dense head's arg-max is among the probed ones, or it is a special
+            token, this is that token.
+        """
+        out = self._best[: self._check(hidden)]
+        if not self._uses_kernels:
+            clusters = vectorised.select_clusters(hidden, self._centroids, self.num_probes, self.margin)
+            return out.copy_(vectorised.best_token(*vectorised.score(hidden, self._tokens, clusters, False)))
+        self._score(hidden, keeps_all=False)
+        kernels.best_token(packed=self._buffers.packed, out=out)
+        return out
+
+    def top_tokens(self, hidden: torch.Tensor) -> TopTokens:
+        """The best ``top_k`` tokens of states [B, D], for trees."""
+        assert self.top_k, "made without top_k"
+        num_rows = self._check(hidden)
+        out = TopTokens(self._top[:num_rows], self._log_probs[:num_rows])
+        if not self._uses_kernels:
+            clusters = vectorised.select_clusters(hidden, self._centroids, self.num_probes, self.margin)
+            scores, ids = vectorised.score(hidden, self._tokens, clusters, True)
+            for buffer, found in zip(out, vectorised.top_tokens(scores, ids, self.top_k), strict=True):
+                buffer.copy_(found)
+            return out
+        self._score(hidden, keeps_all=True)
+        kernels.top_tokens(buffers=self._buffers, tokens=out.tokens, log_probs=out.log_probs)
+        return out
+
+    def _check(self, hidden: torch.Tensor) -> int:
+        assert hidden.ndim == 2 and len(hidden) <= self.max_rows and hidden.shape[1] == self._centroids.shape[1]
+        return len(hidden)
+
+    def _score(self, hidden: torch.Tensor, keeps_all: bool) -> None:
+        buffers = self._buffers
+        kernels.score_centroids(hidden=hidden, centroids=self._centroids, scores=buffers.scores)
+        kernels.select_clusters(scores=buffers.scores, hidden=hidden, clusters=buffers.clusters, margin=self.margin)
+        kernels.score_tokens(hidden=hidden, tokens=self._tokens, buffers=buffers, keeps_all=keeps_all)
+
+
+def check_probes(num_probes: int, num_clusters: int, key: str = "num_probes") -> int:
+    """The number itself; ValueError where there are not so many clusters."""
+    if not 1 <= num_probes <= num_clusters:
+        raise ValueError(f"{key} {num_probes}: give 1 to {num_clusters}, the number of clusters")
+    return num_probes
+
+
+def check_margin(margin: float | None, key: str = "margin") -> float | None:
+    """The margin itself; ValueError where it is no difference of cosines."""
+    if margin is not None and not 0 <= margin <= 2:
+        raise ValueError(f"{key} {margin}: give a difference of cosines, 0 to 2")
+    return margin
+
+
+def _tokens(weight: torch.Tensor, assets: Assets, grouped: bool) -> kernels.Tokens:
+    places = torch.empty(assets.vocab_size, dtype=torch.int32)
+    places[assets.members.flatten()] = torch.arange(assets.vocab_size, dtype=torch.int32)
+    special = torch.tensor(assets.special_token_ids, dtype=torch.int32)
+    weight = weight.detach()
+    members = assets.members.to(weight.device)
+    return kernels.Tokens(
+        weight=weight.index_select(0, members.flatten()) if grouped else weight.contiguous(),
+        members=members.to(torch.int32).contiguous(),
+        special_tokens=special.to(weight.device),
+        special_places=places[special.long()].to(weight.device),
+        is_grouped=grouped,
+    )

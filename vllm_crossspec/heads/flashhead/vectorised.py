@@ -1,0 +1,106 @@
+"""The head as PyTorch operations, for CPUs: rows of the probed clusters are gathered and multiplied.
+
+Results and ties are those of the kernels, but for clusters whose centroids tie for the last probe, and for embeddings
+in half precision: PyTorch rounds products to theirs, as the dense head does. Shapes by the room's legend.
+"""
+
+import torch
+
+from vllm_crossspec.heads.flashhead.kernels import Tokens
+
+_NEVER = float("-inf")
+_GATHERED_ELEMENTS = 1 << 18
+"""Of the output embedding at once, 1 MB of float32: they are multiplied while they are in the core's cache, and their
+memory is not given back to the system and taken anew in every call."""
+
+
+def select_clusters(
+    hidden: torch.Tensor, centroids: torch.Tensor, num_probes: int, margin: float | None
+) -> torch.Tensor:
+    """int64 [B, P] clusters to probe, in any order; -1 for those that the margin leaves out."""
+    scores = (hidden.to(centroids.dtype) @ centroids.t()).float()
+    found = _numbers(scores).topk(num_probes, dim=1, sorted=margin is not None)
+    if margin is None:
+        return found.indices
+    lowest = found.values[:, :1] - margin * hidden.float().norm(dim=1, keepdim=True)
+    probed = found.values >= lowest
+    # A decoding CPU waits for nobody: columns that no row probes need not be gathered.
+    return found.indices.masked_fill(~probed, -1)[:, : max(1, int(probed.sum(dim=1).max()))]
+
+
+def score(
+    hidden: torch.Tensor, tokens: Tokens, clusters: torch.Tensor, is_unique: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """float32 scores and int64 ids [B, N] of the candidates; -inf and 0 for one that is none.
+
+    Args:
+        hidden: float [B, D].
+        tokens: the output embedding and its clusters.
+        clusters: int64 [B, P] of :func:`select_clusters`.
+        is_unique: no token may be there twice.
+    """
+    safe = clusters.clamp(min=0)
+    ids = tokens.members[safe].flatten(1).long()
+    scores = _products(hidden.to(tokens.weight.dtype), tokens, safe, ids).float()
+    is_live = (clusters >= 0).repeat_interleave(tokens.members.shape[1], dim=1)
+    scores = _numbers(scores).masked_fill(~is_live, _NEVER)
+    if len(tokens.special_tokens):
+        special_scores, special = _special(hidden, tokens, clusters, is_unique)
+        scores, ids = torch.cat((scores, special_scores), dim=1), torch.cat((ids, special), dim=1)
+    return scores, ids.masked_fill(scores == _NEVER, 0)
+
+
+def _products(hidden: torch.Tensor, tokens: Tokens, clusters: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """[B, P * M], in the embedding's precision; where the rows of a cluster lie together they are gathered as one."""
+    (num_clusters, size), hidden_size = tokens.members.shape, hidden.shape[1]
+    source, index = tokens.weight, ids
+    if tokens.is_grouped:
+        source, index = source.view(num_clusters, -1), clusters
+    each = 1 if tokens.is_grouped else size
+    step = max(1, _GATHERED_ELEMENTS // (size * hidden_size))
+    scratch = source.new_empty(min(step, clusters.shape[1]) * each, source.shape[1])
+    scores = hidden.new_empty(ids.shape)
+    for row, state in enumerate(hidden):
+        for begin in range(0, clusters.shape[1], step):
+            piece = index[row, begin * each : (begin + step) * each]
+            rows = torch.index_select(source, 0, piece, out=scratch[: len(piece)])
+            torch.mv(rows.view(-1, hidden_size), state, out=scores[row, begin * size : (begin + step) * size])
+    return scores
+
+
+def _special(
+    hidden: torch.Tensor, tokens: Tokens, clusters: torch.Tensor, is_unique: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores and ids [B, S]."""
+    places = (tokens.special_places if tokens.is_grouped else tokens.special_tokens).long()
+    weight = tokens.weight.index_select(0, places)
+    scores = _numbers((hidden.to(weight.dtype) @ weight.t()).float())
+    if is_unique:
+        own = tokens.special_places.long() // tokens.members.shape[1]
+        scores = scores.masked_fill((clusters[:, None, :] == own[None, :, None]).any(dim=2), _NEVER)
+    return scores, tokens.special_tokens.long().expand(len(hidden), -1)
+
+
+def _numbers(scores: torch.Tensor) -> torch.Tensor:
+    return torch.where(scores == scores, scores, _NEVER)
+
+
+def best_token(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """int64 [B], the smallest id among those of the highest score; 0 where all are -inf."""
+    is_best = (scores == scores.amax(dim=1, keepdim=True)) & (scores > _NEVER)
+    best = torch.where(is_best, ids, torch.iinfo(torch.int64).max).amin(dim=1)
+    return best.masked_fill(~is_best.any(dim=1), 0)
+
+
+def top_tokens(scores: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 and float32 [B, K], falling, smaller ids first among equals; 0 and -inf where there are fewer."""
+    if scores.shape[1] < k:
+        short = k - scores.shape[1]
+        scores = torch.nn.functional.pad(scores, (0, short), value=_NEVER)
+        ids = torch.nn.functional.pad(ids, (0, short))
+    by_id = ids.sort(dim=1, stable=True).indices
+    scores, ids = scores.gather(1, by_id), ids.gather(1, by_id)
+    found = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+    log_sum = scores.logsumexp(dim=1, keepdim=True)
+    best = scores.gather(1, found)
+    return ids.gather(1, found), torch.where(best > _NEVER, best - log_sum, _NEVER)
