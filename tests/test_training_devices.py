@@ -6,12 +6,13 @@ import pytest
 import torch
 from tiny_training import DART, DEPTH, DFLASH, EAGLE3, HIDDEN, TRAINERS, frozen_target
 
+from vllm_crossspec.devices import choose_device
 from vllm_crossspec.training.dart import DartDrafter
 from vllm_crossspec.training.dflash import DFlashDrafter, mask_blocks
 from vllm_crossspec.training.eagle3 import Eagle3Drafter
 from vllm_crossspec.training.generations import Batch, sample_anchors
 from vllm_crossspec.training.loop import LoopConfig, Trainer
-from vllm_crossspec.training.states import States, choose_device
+from vllm_crossspec.training.states import States
 
 
 def test_a_gpu_that_is_not_there_is_one_sentence(monkeypatch):

@@ -1,16 +1,15 @@
 """`crossspec flashhead`: makes, describes and judges the clusters of FlashHead, a drafter's quick output layer."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
+
+from vllm_crossspec.cli.stages import stage_bars
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     import torch
@@ -69,13 +68,14 @@ def build(
 
     Example: crossspec flashhead build Qwen3-0.6B --out qwen3-0.6b-flashhead --recall 0.99
     """
+    from vllm_crossspec.devices import choose_device
     from vllm_crossspec.heads.flashhead import assets as files
     from vllm_crossspec.heads.flashhead.build import check_cluster_size, cluster
     from vllm_crossspec.heads.flashhead.embedding import read_output_embedding, read_special_tokens
     from vllm_crossspec.heads.flashhead.head import check_probes
     from vllm_crossspec.heads.flashhead.quality import least_probes
 
-    chosen = _device(device)
+    chosen = choose_device(device)
     files.check_out(out)
     weight = read_output_embedding(model)
     check_cluster_size(len(weight), cluster_size)
@@ -86,7 +86,7 @@ def build(
         raise ValueError(f"--recall {recall}: give a share above 0 and up to 1, and no --probes beside it")
     texts = _texts(prompts) if recall is not None else []
     ids = _ids(special, len(weight)) if special is not None else read_special_tokens(model, len(weight))
-    with _progress() as report:
+    with stage_bars() as report:
         weight = weight.to(chosen)
         found = cluster(weight, cluster_size=cluster_size, iterations=iterations, seed=seed, progress=report)
         members = files.group(found.assignments, num_clusters)
@@ -146,12 +146,13 @@ def recall(
 
     Example: crossspec flashhead recall Qwen3-0.6B --assets qwen3-0.6b-flashhead --probes 128,256,512
     """
+    from vllm_crossspec.devices import choose_device
     from vllm_crossspec.heads.flashhead.assets import read_assets
     from vllm_crossspec.heads.flashhead.embedding import read_output_embedding
     from vllm_crossspec.heads.flashhead.head import check_margin, check_probes
     from vllm_crossspec.heads.flashhead.quality import recall as at
 
-    weight = read_output_embedding(model).to(_device(device))
+    weight = read_output_embedding(model).to(choose_device(device))
     vocab_size, hidden_size = weight.shape
     read = read_assets(assets, vocab_size=vocab_size, hidden_size=hidden_size, key="--assets")
     check_margin(margin, "--margin")
@@ -159,7 +160,7 @@ def recall(
     for number in numbers:
         check_probes(number, len(read.members), "--probes")
     texts = _texts(prompts)
-    with _progress() as report:
+    with stage_bars() as report:
         ranks = _ranks(model, weight, read, texts, new_tokens, report)
     _console().print(_curve(ranks, margin, numbers))
     if json_file is not None:
@@ -239,36 +240,5 @@ def _integers(given: str, option: str) -> list[int]:
         raise ValueError(f"{option} {given}: give whole numbers with commas between them") from problem
 
 
-def _device(name: str) -> Any:
-    import torch
-
-    if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device {name}: choose auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device on this machine; give --device cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
 def _console() -> Console:
     return Console()
-
-
-@contextmanager
-def _progress() -> Iterator["Report"]:
-    """One bar a stage, on stderr."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bars: dict[str, Any] = {}
-
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in bars:
-                bars[stage] = progress.add_task(stage, total=total)
-            progress.update(bars[stage], completed=done, total=total)
-
-        yield report

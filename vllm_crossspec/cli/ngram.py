@@ -2,18 +2,16 @@
 
 import math
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from vllm_crossspec.cli.stages import stage_bars
+
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
-    from vllm_crossspec.ngram.levels import Progress as Report
     from vllm_crossspec.ngram.store import Header, NgramStore
 
 GIB = 1 << 30
@@ -93,7 +91,7 @@ def build(
         min_count=min_count,
         piece_size=int(piece_mib * (1 << 20)),
     )
-    with _progress() as report:
+    with stage_bars() as report:
         header = builder.build(plan, out, workers=workers, memory=int(memory_gib * GIB), work=work, progress=report)
     _console().print(_description(out, header))
 
@@ -127,7 +125,7 @@ def import_(
         vocab_size = vocab_size or tokenizer_facts(tokenizer, load_tokenizer(tokenizer)).vocab_size
     if vocab_size is None:
         raise ValueError("a .trie does not name its tokenizer: give --tokenizer FOLDER, or --vocab-size N")
-    with _progress() as report:
+    with stage_bars() as report:
         header = import_trie(
             trie,
             out,
@@ -249,27 +247,6 @@ def _check_out(out: Path) -> None:
 
 def _console() -> Console:
     return Console()
-
-
-@contextmanager
-def _progress() -> Iterator["Report"]:
-    """One bar a stage, on stderr."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        bars: dict[str, Any] = {}
-
-        def report(stage: str, done: int, total: int) -> None:
-            if stage not in bars:
-                bars[stage] = progress.add_task(stage, total=total)
-            progress.update(bars[stage], completed=done, total=total)
-
-        yield report
 
 
 def _description(path: Path, header: "Header") -> Table:

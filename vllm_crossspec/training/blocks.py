@@ -40,6 +40,27 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class _EntryAttention(nn.Module):
+    def __init__(self, hidden: int, heads: int, kv_heads: int, dim: int):
+        super().__init__()
+        self.q_proj = nn.Linear(2 * hidden, heads * dim, bias=False)
+        self.k_proj = nn.Linear(2 * hidden, kv_heads * dim, bias=False)
+        self.v_proj = nn.Linear(2 * hidden, kv_heads * dim, bias=False)
+        self.o_proj = nn.Linear(heads * dim, hidden, bias=False)
+
+
+class EntryLayer(nn.Module):
+    """The one layer of EAGLE-3 and DART, over entries that join a token's embedding with the target's features."""
+
+    def __init__(self, hidden: int, inner: int, heads: int, kv_heads: int, dim: int, eps: float):
+        super().__init__()
+        self.self_attn = _EntryAttention(hidden, heads, kv_heads, dim)
+        self.mlp = MLP(hidden, inner)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.input_layernorm = RMSNorm(hidden, eps)
+        self.post_attention_layernorm = RMSNorm(hidden, eps)
+
+
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
     """Rotary embedding in the half-split ("neox") layout: x [..., heads, D] at positions [...]."""
     half = x.shape[-1] // 2

@@ -19,9 +19,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from vllm_crossspec.devices import choose_device
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.training.acceptance import measure, report
-from vllm_crossspec.training.blocks import MLP, RMSNorm, draft_attention, initialise, rotate, write_drafter
+from vllm_crossspec.training.blocks import EntryLayer, RMSNorm, draft_attention, initialise, rotate, write_drafter
 from vllm_crossspec.training.eagle3 import draft_vocabulary
 from vllm_crossspec.training.generations import (
     Batch,
@@ -32,7 +33,7 @@ from vllm_crossspec.training.generations import (
     sample_anchors,
 )
 from vllm_crossspec.training.loop import LoopConfig, Trainer
-from vllm_crossspec.training.states import FrozenTarget, States, choose_device, load_target
+from vllm_crossspec.training.states import FrozenTarget, States, load_target
 
 Attention = Literal["dense", "flex"]
 
@@ -67,24 +68,10 @@ class DartConfig:
     eval_rows: int = 96
 
 
-class _Attention(nn.Module):
-    def __init__(self, hidden: int, heads: int, kv_heads: int, dim: int):
-        super().__init__()
-        self.q_proj = nn.Linear(2 * hidden, heads * dim, bias=False)
-        self.k_proj = nn.Linear(2 * hidden, kv_heads * dim, bias=False)
-        self.v_proj = nn.Linear(2 * hidden, kv_heads * dim, bias=False)
-        self.o_proj = nn.Linear(heads * dim, hidden, bias=False)
-
-
-class _Layer(nn.Module):
+class _Layer(EntryLayer):
     def __init__(self, hidden: int, inner: int, heads: int, kv_heads: int, dim: int, eps: float):
-        super().__init__()
+        super().__init__(hidden, inner, heads, kv_heads, dim, eps)
         self.mask_rep = nn.Parameter(torch.empty(2 * hidden))
-        self.self_attn = _Attention(hidden, heads, kv_heads, dim)
-        self.mlp = MLP(hidden, inner)
-        self.hidden_norm = RMSNorm(hidden, eps)
-        self.input_layernorm = RMSNorm(hidden, eps)
-        self.post_attention_layernorm = RMSNorm(hidden, eps)
 
 
 class DartDrafter(nn.Module):

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vllm_crossspec.devices import choose_device
 from vllm_crossspec.training.acceptance import measure, report
 from vllm_crossspec.training.blocks import MLP, RMSNorm, draft_attention, initialise, rotate, write_drafter
 from vllm_crossspec.training.data import MASK
@@ -29,7 +30,7 @@ from vllm_crossspec.training.generations import (
     sample_anchors,
 )
 from vllm_crossspec.training.loop import LoopConfig, Trainer
-from vllm_crossspec.training.states import FrozenTarget, States, choose_device, load_target
+from vllm_crossspec.training.states import FrozenTarget, States, load_target
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from vllm_crossspec.devices import choose_device
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.training.acceptance import measure, report
-from vllm_crossspec.training.blocks import MLP, RMSNorm, draft_attention, initialise, rotate, write_drafter
+from vllm_crossspec.training.blocks import EntryLayer, RMSNorm, draft_attention, initialise, rotate, write_drafter
 from vllm_crossspec.training.generations import (
     Batch,
     Generation,
@@ -30,7 +31,7 @@ from vllm_crossspec.training.generations import (
     sample_anchors,
 )
 from vllm_crossspec.training.loop import LoopConfig, Trainer
-from vllm_crossspec.training.states import FrozenTarget, States, choose_device, load_target
+from vllm_crossspec.training.states import FrozenTarget, States, load_target
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,25 +61,6 @@ class Eagle3Config:
     eval_rows: int = 96
 
 
-class _Attention(nn.Module):
-    def __init__(self, hidden: int, heads: int, kv_heads: int, dim: int):
-        super().__init__()
-        self.q_proj = nn.Linear(2 * hidden, heads * dim, bias=False)
-        self.k_proj = nn.Linear(2 * hidden, kv_heads * dim, bias=False)
-        self.v_proj = nn.Linear(2 * hidden, kv_heads * dim, bias=False)
-        self.o_proj = nn.Linear(heads * dim, hidden, bias=False)
-
-
-class _Layer(nn.Module):
-    def __init__(self, hidden: int, inner: int, heads: int, kv_heads: int, dim: int, eps: float):
-        super().__init__()
-        self.self_attn = _Attention(hidden, heads, kv_heads, dim)
-        self.mlp = MLP(hidden, inner)
-        self.hidden_norm = RMSNorm(hidden, eps)
-        self.input_layernorm = RMSNorm(hidden, eps)
-        self.post_attention_layernorm = RMSNorm(hidden, eps)
-
-
 class Eagle3Drafter(nn.Module):
     """The drafter, with the parameter names of the public format. The embedding is the target's and stays outside.
 
@@ -97,7 +79,7 @@ class Eagle3Drafter(nn.Module):
         self.dim = getattr(target, "head_dim", None) or hidden // self.heads
         self.theta = target.rope_parameters["rope_theta"]
         self.fc = nn.Linear(3 * hidden, hidden, bias=False)
-        self.midlayer = _Layer(
+        self.midlayer = EntryLayer(
             hidden, config.intermediate_size, self.heads, self.kv_heads, self.dim, target.rms_norm_eps
         )
         self.norm = RMSNorm(hidden, target.rms_norm_eps)

@@ -15,7 +15,7 @@ from vllm_crossspec.drafters.dart.inputs import DartRows, prepare_rows
 from vllm_crossspec.engine.loading import load_drafter
 from vllm_crossspec.engine.proposers.base import TargetKeys, ranked_logits
 from vllm_crossspec.engine.proposers.dflash import DFlashProposer
-from vllm_crossspec.engine.proposers.marginals import MarginalTrees
+from vllm_crossspec.engine.proposers.marginals import MarginalTreeProposer
 from vllm_crossspec.engine.proposers.one_layer import write_entries
 from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
 
@@ -270,23 +270,8 @@ class DartProposer(DFlashProposer):
         self.draft_tokens[:num_reqs] = (winner + self.offsets[winner]).view(num_reqs, -1)
 
 
-class DartTreeProposer(DartProposer):
+class DartTreeProposer(MarginalTreeProposer, DartProposer):
     """Trees from the same forward: by default the paper's, pruned by n-grams (section 4)."""
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
-        super().__init__(vllm_config, device, name, drafts)
-        self.trees = MarginalTrees(drafts, vllm_config, device)
-
-    def build_in_batches(self) -> bool:
-        """See the base class."""
-        self.trees.build_in_batches()
-        return True
-
-    def propose_step(self, step: StepInputs) -> Candidates:
-        """Draft a tree for every request; forward and builder are one CUDA graph."""
-        self.trees.read_contexts(step, self.req_states)
-        self._draft(step)
-        return Candidates(tree=self.trees.rows(step.batch.num_reqs))
 
     def _generate_draft(
         self,

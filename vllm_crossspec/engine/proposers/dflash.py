@@ -17,7 +17,7 @@ from vllm_crossspec.engine.proposers.base import (
     ranked_logits,
     without_schedule,
 )
-from vllm_crossspec.engine.proposers.marginals import MarginalTrees
+from vllm_crossspec.engine.proposers.marginals import MarginalTreeProposer
 from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
 
 
@@ -123,23 +123,8 @@ class DFlashProposer(DFlashSpeculator, Proposer):
         self._precompute_context_kv(0, num_tokens)
 
 
-class DFlashTreeProposer(DFlashProposer):
+class DFlashTreeProposer(MarginalTreeProposer, DFlashProposer):
     """Trees from the block's marginals, still from one forward."""
-
-    def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
-        super().__init__(vllm_config, device, name, drafts)
-        self.trees = MarginalTrees(drafts, vllm_config, device)
-
-    def build_in_batches(self) -> bool:
-        """See the base class."""
-        self.trees.build_in_batches()
-        return True
-
-    def propose_step(self, step: StepInputs) -> Candidates:
-        """Draft a tree for every request; the block's forward and the builder are one CUDA graph."""
-        self.trees.read_contexts(step, self.req_states)
-        self.propose(**native_arguments(step))
-        return Candidates(tree=self.trees.rows(step.batch.num_reqs))
 
     def _generate_draft(
         self,

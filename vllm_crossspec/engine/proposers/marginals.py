@@ -6,13 +6,13 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
-from vllm_crossspec.engine.proposers.base import empty_tree, first_rows, top_candidates
+from vllm_crossspec.engine.proposers.base import Proposer, empty_tree, first_rows, top_candidates
 from vllm_crossspec.ngram.contexts import last_tokens
 from vllm_crossspec.ngram.store import NgramStore, open_store, place
 from vllm_crossspec.tree import batched
 from vllm_crossspec.tree.best_first import best_first
 from vllm_crossspec.tree.continuity import ContinuityTree, Scoring, product_scoring
-from vllm_crossspec.types import DraftSettings, StepInputs, TokenTree
+from vllm_crossspec.types import Candidates, DraftSettings, StepInputs, TokenTree
 
 GIB = 1 << 30
 
@@ -87,6 +87,28 @@ class MarginalTrees:
     def rows(self, num_reqs: int) -> TokenTree:
         """The trees of the first requests, as views."""
         return first_rows(self.tree, num_reqs)
+
+
+class MarginalTreeProposer(Proposer):
+    """What makes a proposer of blocks one of trees: stands before it among the bases and builds in its graph.
+
+    The proposer's own ``_generate_draft`` is to hand its logits to ``trees.build``.
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
+        super().__init__(vllm_config, device, name, drafts)  # type: ignore[call-arg]
+        self.trees = MarginalTrees(drafts, vllm_config, device)
+
+    def build_in_batches(self) -> bool:
+        """See the base class."""
+        self.trees.build_in_batches()
+        return True
+
+    def propose_step(self, step: StepInputs) -> Candidates:
+        """Draft a tree for every request; forward and builder are one CUDA graph."""
+        self.trees.read_contexts(step, self.req_states)
+        super().propose_step(step)  # type: ignore[safe-super]
+        return Candidates(tree=self.trees.rows(step.batch.num_reqs))
 
 
 def _scoring(drafts: DraftSettings) -> Scoring:
