@@ -87,6 +87,41 @@ class NgramConfig(Settings):
     backoff: float | None = Field(None, gt=0, le=1)
 
 
+class HeadConfig(Settings):
+    """A drafter's output layer in the place of the dense one; a path alone stands for ``model``.
+
+    Attributes:
+        type: ``flashhead`` scores the tokens of a few clusters of the output embedding (``heads.flashhead``).
+        model: folder that ``crossspec flashhead build`` wrote, or a published one; None: the drafter's own folder has
+            the clusters, as published FlashHead models do.
+        num_probes: clusters that are looked into; None: what the assets say.
+        margin: look into fewer where the best cluster stands out by this difference of cosines; None: never.
+        grouped: keep a second copy of the output embedding in the clusters' order, which is quicker to read.
+        centroid_dtype: of the centroids; None: the embedding's.
+    """
+
+    type: Literal["flashhead"] = "flashhead"
+    model: str | None = Field(None, min_length=1)
+    num_probes: int | None = Field(None, ge=1)
+    margin: float | None = Field(None, ge=0, le=2)
+    grouped: bool = False
+    centroid_dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = None
+
+
+class AdaptiveConfig(Settings):
+    """How deep and wide the tree of one request is in one round; a path alone stands for ``model``.
+
+    Attributes:
+        type: ``heterospec`` reads both off the drafter's own entropy (``adaptive.heterospec``).
+        model: file that ``crossspec calibrate heterospec`` wrote for this target, drafter and tree.
+        max_extension: most levels that a tree may grow beyond its depth; None: as calibrated. 0 only prunes.
+    """
+
+    type: Literal["heterospec"] = "heterospec"
+    model: str = Field(min_length=1)
+    max_extension: int | None = Field(None, ge=0, le=32)
+
+
 def _path_alone(value: Any) -> Any:
     return {"model": value} if isinstance(value, str) else value
 
@@ -119,11 +154,13 @@ class DrafterConfig(Settings):
     """One drafter.
 
     Attributes:
-        kind: entry of the drafter registry (``eagle3``, ``dflash``, ``dart``).
+        kind: entry of the drafter registry (``eagle3``, ``dflash``, ``dart``, ``draft_model``, ``flashhead``).
         model: folder or hub id of its checkpoint.
         num_speculative_tokens: most tokens that it drafts in a round; None before it is resolved.
         tree: what its candidates become.
         ngram: the store that helps to build its trees; None for none.
+        head: its output layer; None for the checkpoint's own.
+        adaptive: what sizes its trees by request and round; None: all are the same.
         target_layers: target layers that it taps in vLLM's numbering; empty before they are resolved.
         native: keys that vLLM's own SpeculativeConfig understands, handed through.
     """
@@ -133,6 +170,8 @@ class DrafterConfig(Settings):
     num_speculative_tokens: int | None = Field(None, ge=1)
     tree: TreeConfig = TreeConfig()
     ngram: Annotated[NgramConfig, BeforeValidator(_path_alone)] | None = None
+    head: Annotated[HeadConfig, BeforeValidator(_path_alone)] | None = None
+    adaptive: Annotated[AdaptiveConfig, BeforeValidator(_path_alone)] | None = None
     target_layers: tuple[int, ...] = ()
     native: dict[str, Any] = {}
 
@@ -180,6 +219,11 @@ class CrossSpecConfig(Settings):
     def has_trees(self) -> bool:
         """Whether any drafter drafts more than chains."""
         return any(not d.tree.is_chain for d in self.drafters.values())
+
+    @property
+    def adapts(self) -> bool:
+        """Whether any drafter's trees differ in size by request and round."""
+        return any(d.adaptive is not None for d in self.drafters.values())
 
     @property
     def measures_load(self) -> bool:

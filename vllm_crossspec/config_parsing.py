@@ -1,7 +1,7 @@
 """Reading ``--speculative-config``: checked before anything is loaded, and one sentence for what is wrong.
 
 A dictionary is ours when its method is ours alone (``whiflash``, ``dart``), or when it is ``eagle3`` or ``dflash``
-with any of our keys (``tree``, ``ngram``, ``verification``). Everything else is vLLM's own and stays untouched.
+with any of our keys (``tree``, ``head``, ``verification``). Everything else is vLLM's own and stays untouched.
 """
 
 from collections.abc import Collection, Mapping
@@ -11,8 +11,10 @@ from pydantic import ValidationError
 
 from vllm_crossspec.config import (
     META_METHODS,
+    AdaptiveConfig,
     CrossSpecConfig,
     DrafterConfig,
+    HeadConfig,
     NgramConfig,
     RouterConfig,
     Settings,
@@ -22,7 +24,7 @@ from vllm_crossspec.drafters.base import DrafterKind, drafter_kind, drafter_kind
 from vllm_crossspec.names import nearest
 from vllm_crossspec.tree.base import tree_kind
 
-OUR_KEYS = ("tree", "ngram", "verification", "drafters", "router")
+OUR_KEYS = ("tree", "ngram", "head", "adaptive", "verification", "drafters", "router")
 MAX_EXPANSION = 4096
 """Most prefixes that a level of a searched tree may look at."""
 _TOP_KEYS = ("verification", "draft_sample_method")
@@ -75,6 +77,16 @@ def _check(config: CrossSpecConfig) -> CrossSpecConfig:
         key = "speculative_config." + ("" if single else f"drafters.{name}.") + "tree"
         tree, kind = drafter.tree, drafter_kind(drafter.kind, key)
         _check_tree(tree, kind, key)
+        if drafter.adaptive is not None and tree.type != "dynamic":
+            raise ValueError(
+                f"{key.removesuffix('tree')}adaptive sizes 'dynamic' trees, and this drafter drafts {tree.type!r}; leave "
+                f"it out, or give an autoregressive drafter a {key}"
+            )
+        if not kind.shares and config.method in META_METHODS and len(config.drafters) > 1:
+            raise ValueError(
+                f"speculative_config.drafters.{name}: a {kind.name} drafter reads no states of the target, so that it "
+                f"cannot catch up beside others; use it alone, as method {kind.name!r}"
+            )
         if drafter.ngram is not None and tree.type not in ("best_first", "continuity"):
             raise ValueError(
                 f"{key.removesuffix('tree')}ngram helps 'best_first' and 'continuity' trees, and this drafter drafts "
@@ -210,7 +222,7 @@ def _check_router(config: CrossSpecConfig) -> None:
 
 def _drafter(kind: str, raw: Mapping[str, Any], path: str, native_keys: Collection[str]) -> DrafterConfig:
     own_kind = drafter_kind(kind, f"speculative_config.{path}type")
-    ours = ("model", "num_speculative_tokens", "tree", "ngram")
+    ours = ("model", "num_speculative_tokens", "tree", "ngram", "head", "adaptive")
     native = [k for k in native_keys if k not in ("method", *_TOP_KEYS, *ours)]
     _check_keys(raw, (*ours, *native), path)
     if "model" not in raw:
@@ -221,6 +233,10 @@ def _drafter(kind: str, raw: Mapping[str, Any], path: str, native_keys: Collecti
         tree = fields.setdefault("tree", {})
     if isinstance(tree, Mapping) and "type" not in tree and (own_kind.drafts_trees or tree.keys() - {"by_batch_size"}):
         fields["tree"] = {"type": own_kind.tree, **tree}
+    if own_kind.head is not None:
+        head = fields.setdefault("head", {})
+        if isinstance(head, Mapping):
+            fields["head"] = {"type": own_kind.head, **head}
     return _build(DrafterConfig, {"kind": kind, **fields, "native": {k: raw[k] for k in raw if k not in ours}}, path)
 
 
@@ -238,7 +254,13 @@ def _build(model: type[M], fields: dict[str, Any], path: str) -> M:
         first = next((e for e in error.errors() if e["type"] == "extra_forbidden"), error.errors()[0])
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            owners: dict[str, type[Settings]] = {"tree": TreeConfig, "router": RouterConfig, "ngram": NgramConfig}
+            owners: dict[str, type[Settings]] = {
+                "tree": TreeConfig,
+                "router": RouterConfig,
+                "ngram": NgramConfig,
+                "head": HeadConfig,
+                "adaptive": AdaptiveConfig,
+            }
             owner = owners.get(str(first["loc"][0]))
             known = list(owner.model_fields) if owner else []
             raise ValueError(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
-    from vllm_crossspec.config import NgramConfig, TreeConfig
+    from vllm_crossspec.config import AdaptiveConfig, HeadConfig, NgramConfig, TreeConfig
 
 
 class StepInputs(NamedTuple):
@@ -87,6 +87,8 @@ class DraftSettings(NamedTuple):
             being in the cache already; if not, from all rows that the target verified.
         tree: all of the user's tree settings; None for a chain.
         ngram: and of the n-gram store; None without one.
+        head: of the output layer; None for the checkpoint's own.
+        adaptive: of what sizes trees by request and round; None: all are the same.
     """
 
     num_nodes: int
@@ -98,6 +100,8 @@ class DraftSettings(NamedTuple):
     from_one_row: bool = False
     tree: "TreeConfig | None" = None
     ngram: "NgramConfig | None" = None
+    head: "HeadConfig | None" = None
+    adaptive: "AdaptiveConfig | None" = None
 
 
 class TargetFacts(NamedTuple):

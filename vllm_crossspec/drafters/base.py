@@ -21,6 +21,8 @@ class DrafterKind(NamedTuple):
         tree: the builder of trees (``tree.base``) that this drafter's candidates are for.
         supplies: what it can yield beside first choices (``tree.base``); other builders that need no more suit it, too.
         drafts_trees: whether its drafts are trees where the user says nothing of their shape.
+        head: the output layer (``head.type``) that it has where the user says nothing; None for its checkpoint's own.
+        shares: whether it can draft beside others in one engine.
         is_autoregressive: whether each of its tokens sees the ones before it; routers number such drafters first.
     """
 
@@ -34,6 +36,8 @@ class DrafterKind(NamedTuple):
     supplies: Supply
     drafts_trees: bool
     is_autoregressive: bool
+    head: str | None = None
+    shares: bool = True
 
     def load_checkpoint_module(self) -> Any:
         """The module that reads this kind's checkpoints."""
@@ -83,6 +87,23 @@ _KINDS = {
             supplies="marginals",
             drafts_trees=True,
             is_autoregressive=False,
+        ),
+        *(
+            DrafterKind(
+                name=name,
+                carrier="draft_model",
+                checkpoint="vllm_crossspec.drafters.draft_model.checkpoint",
+                proposer="vllm_crossspec.engine.proposers.draft_model:DraftModelProposer",
+                tree_proposer="",
+                reads_target_slots=False,
+                tree="chain",
+                supplies="tokens",
+                drafts_trees=False,
+                is_autoregressive=True,
+                head=head,
+                shares=False,
+            )
+            for name, head in (("draft_model", None), ("flashhead", "flashhead"))
         ),
     )
 }

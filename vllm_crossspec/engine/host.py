@@ -104,6 +104,8 @@ class ProposerHost(DraftModelSpeculator):
             max_accepted=settings.max_depth,
             tree=None if tree.is_chain else tree,
             ngram=drafter.ngram,
+            head=drafter.head,
+            adaptive=drafter.adaptive,
             from_one_row=settings.routes and settings.router is not None and settings.router.policy != "record",
         )
 
