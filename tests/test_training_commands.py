@@ -1,14 +1,17 @@
 """Training's commands, and bad input to them: one sentence that names the option."""
 
 import json
+from dataclasses import replace
 
 import pytest
-from tiny_training import EAGLE3, LOOP, TRAINERS, VOCAB
+from tiny_training import DEPTH, DRAFT_MODEL, EAGLE3, LOOP, TRAINERS, VOCAB
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from vllm_crossspec.cli.train import app as train_app
 from vllm_crossspec.training.data import read_rows
 from vllm_crossspec.training.dflash import DFlashConfig, train_dflash
+from vllm_crossspec.training.draft_model import train_draft_model
 from vllm_crossspec.training.eagle3 import Eagle3Config, train_eagle3
 from vllm_crossspec.training.generate import GenerateConfig, generate
 from vllm_crossspec.training.generations import Generation, write_shard
@@ -49,6 +52,28 @@ def test_bad_sizes_are_one_sentence(tmp_path, responses, target_folder):
         train_eagle3(responses, target_folder, tmp_path, Eagle3Config(draft_vocab_size=999), LOOP)
     with _raises("--target-layers 9"):
         train_dflash(responses, target_folder, tmp_path, DFlashConfig(num_target_layers=9), LOOP)
+    for sizes, sentence in (
+        ({"num_layers": DEPTH + 1}, f"--layers {DEPTH + 1} must be at most the target's {DEPTH}"),
+        ({"intermediate_size": 49}, "--intermediate-size 49 must be at most the target's 48"),
+    ):
+        with _raises(sentence):
+            train_draft_model(responses, target_folder, tmp_path, replace(DRAFT_MODEL, **sizes), LOOP)
+
+
+def test_a_draft_model_of_another_architecture_is_one_sentence(tmp_path, responses, target_folder):
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    folder = tmp_path / "llama"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(target_folder).save_pretrained(folder)
+    with _raises("--target is a llama model"):
+        train_draft_model(responses, folder, tmp_path / "out", DRAFT_MODEL, LOOP)
 
 
 def test_other_settings_do_not_resume(tmp_path, responses, target_folder):
@@ -83,7 +108,7 @@ def test_commands_refuse_before_they_work(tmp_path, data, responses, target_fold
     assert isinstance(error, ValueError) and "--data" in str(error)
 
 
-@pytest.mark.parametrize("kind", ["", "target", "generate", "eagle3", "dflash", "dart"])
+@pytest.mark.parametrize("kind", ["", "target", "generate", *TRAINERS])
 def test_help_teaches(kind):
     result = CliRunner().invoke(train_app, [*([kind] if kind else []), "--help"])
     assert result.exit_code == 0 and "--out" in result.output

@@ -10,6 +10,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from vllm_crossspec.training.dart import DartConfig, train_dart
 from vllm_crossspec.training.data import IM_END
 from vllm_crossspec.training.dflash import DFlashConfig, train_dflash
+from vllm_crossspec.training.draft_model import DraftModelConfig, train_draft_model
 from vllm_crossspec.training.eagle3 import Eagle3Config, train_eagle3
 from vllm_crossspec.training.generate import GenerateConfig, generate
 from vllm_crossspec.training.generations import Generation
@@ -32,8 +33,16 @@ DFLASH = DFlashConfig(
 DART = DartConfig(
     intermediate_size=48, draft_vocab_size=96, num_drafts=4, rows_per_step=4, anchors_per_row=8, bfloat16=False
 )
+DRAFT_MODEL = DraftModelConfig(
+    num_layers=1, intermediate_size=16, teacher_temperature=0.3, num_drafts=4, rows_per_step=4, bfloat16=False
+)
 LOOP = LoopConfig(steps=24, lr=1e-2, warmup=4, save_every=6, eval_every=12)
-TRAINERS = {"eagle3": (train_eagle3, EAGLE3), "dflash": (train_dflash, DFLASH), "dart": (train_dart, DART)}
+TRAINERS = {
+    "eagle3": (train_eagle3, EAGLE3),
+    "dflash": (train_dflash, DFLASH),
+    "dart": (train_dart, DART),
+    "draft-model": (train_draft_model, DRAFT_MODEL),
+}
 
 
 def texts() -> list[dict[str, str]]:

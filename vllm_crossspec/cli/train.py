@@ -1,11 +1,30 @@
 """`crossspec train`: a target, its responses, the drafters that guess them, and the router that chooses among these."""
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from vllm_crossspec.cli.train_options import (
+    Bfloat16,
+    Data,
+    Device,
+    Out,
+    Rate,
+    Responses,
+    Resume,
+    Rows,
+    Seed,
+    Steps,
+    Target,
+    Teacher,
+    Threads,
+    begin,
+    begin_drafter,
+    check_folder,
+    check_model_folder,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -18,7 +37,7 @@ app = typer.Typer(
     2. `crossspec train generate --data TEXT --target work/target/model --out work/responses` lets the target answer
        the prompts: drafters learn from the text that they will have to guess.
     3. `crossspec train eagle3 --data work/responses --target work/target/model --out work/eagle3` and
-       `crossspec train dflash` alike.
+       `crossspec train dflash`, `dart` and `draft-model` alike.
     4. `crossspec train router --records work/records --out work/router`, from what `crossspec collect` recorded.
 
     TEXT is a folder of `train-*.jsonl[.gz]` (and `dev-*.jsonl[.gz]`, held out), one row a line, with `prompt`,
@@ -26,64 +45,6 @@ app = typer.Typer(
     started again with the same settings, and leaves `loss.png`, `log.jsonl` and a Hugging Face folder `model` in
     `--out`.""",
 )
-
-Data = Annotated[Path, typer.Option(help="Folder of train-*.jsonl[.gz] and dev-*.jsonl[.gz] rows of text.")]
-Responses = Annotated[Path, typer.Option(help="Folder that `crossspec train generate` wrote for this target.")]
-Target = Annotated[Path, typer.Option(help="Hugging Face folder of the target (config.json and safetensors).")]
-Out = Annotated[Path, typer.Option(help="Work folder: what is made, and what a stopped run needs to go on.")]
-Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps in all; the rate decays over the last part of them.")]
-Rate = Annotated[float, typer.Option(min=0.0, help="Peak learning rate of Muon (matrices) and AdamW (the rest).")]
-Seed = Annotated[int, typer.Option(min=0, help="Of weights, data order and every other draw.")]
-Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves the choice to torch.")]
-Resume = Annotated[
-    bool,
-    typer.Option("--resume/--restart", help="Go on from the state in --out, or throw it away and begin anew."),
-]
-Teacher = Annotated[
-    float,
-    typer.Option(
-        min=0.01,
-        help="Temperature of the target's distribution to imitate: 1 is its own, 0.1 nearly its first choice alone.",
-    ),
-]
-Rows = Annotated[int, typer.Option(min=1, help="Responses of one optimizer step.")]
-Device = Annotated[
-    str,
-    typer.Option(
-        help="cpu, cuda, or auto: a GPU where torch sees one. No GPU was at hand when this was written: what runs "
-        "there (FlexAttention, compiled) is tested against the CPU's form of it, but was never run or timed."
-    ),
-]
-Bfloat16 = Annotated[bool, typer.Option("--bfloat16/--float32", help="Of the computation; the weights are float32.")]
-
-
-def _begin(out: Path, threads: int, resume: bool) -> None:
-    """See that the packages of training are there, set the threads, and let a restart forget the stopped run."""
-    for package in ("torch", "transformers", "tokenizers", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            raise ValueError(f'training needs {package}: run `pip install "vllm-crossspec[train]"`')
-    import torch
-
-    if threads:
-        torch.set_num_threads(threads)
-    if not resume:
-        stale = [out / "state.pt", out / "recipe.json"]
-        if (out / "generate.json").is_file():  # a folder of our own shards, not one of somebody's text
-            stale += [out / "generate.json", *out.glob("*-[0-9][0-9][0-9][0-9][0-9].jsonl.gz")]
-        for file in stale:
-            file.unlink(missing_ok=True)
-
-
-def _folder(option: str, folder: Path, needs: str) -> None:
-    """Refuse a missing folder before anything heavy is imported."""
-    if not folder.is_dir():
-        raise ValueError(f"{option} {folder} is not a folder; {needs}")
-
-
-def _model_folder(target: Path) -> None:
-    _folder("--target", target, "give the Hugging Face folder of the target")
-    if not (target / "config.json").is_file():
-        raise ValueError(f"--target {target} has no config.json; give a Hugging Face model folder")
 
 
 @app.command("target")
@@ -105,10 +66,10 @@ def train_target_command(
     The defaults are the shipped model's recipe, about an hour on two cores. It was trained on the rows and, through
     `--text`, on the standard library of Python and the documentation packages of the system.
     """
-    _folder("--data", data, "give a folder of train-*.jsonl[.gz] rows")
+    check_folder("--data", data, "give a folder of train-*.jsonl[.gz] rows")
     for folder in text or []:
-        _folder("--text", folder, "give a folder of text files")
-    _begin(out, threads, resume)
+        check_folder("--text", folder, "give a folder of text files")
+    begin(out, threads, resume)
     from vllm_crossspec.training.loop import LoopConfig
     from vllm_crossspec.training.target import TargetConfig, train_target
 
@@ -140,11 +101,11 @@ def generate_command(
     Greedy but for `--sampled-share`; the held-out prompts (`dev-*`) are all answered greedily. A run that was
     stopped goes on with the first shard that is missing.
     """
-    _folder("--data", data, "give a folder of train-*.jsonl[.gz] rows")
-    _model_folder(target)
+    check_folder("--data", data, "give a folder of train-*.jsonl[.gz] rows")
+    check_model_folder(target)
     if out.resolve() == data.resolve():
         raise ValueError(f"--out {out} is --data too; give the responses a folder of their own")
-    _begin(out, 0, resume)
+    begin(out, 0, resume)
     from vllm_crossspec.training.generate import GenerateConfig, generate
 
     config = GenerateConfig(
@@ -183,9 +144,7 @@ def train_eagle3_command(
 
     Prints and stores (`acceptance.json`) the tokens a round on the held-out responses.
     """
-    _folder("--data", data, "make it with `crossspec train generate`")
-    _model_folder(target)
-    _begin(out, threads, resume)
+    begin_drafter(data, target, out, threads, resume)
     from vllm_crossspec.training.eagle3 import Eagle3Config, train_eagle3
     from vllm_crossspec.training.loop import LoopConfig
 
@@ -227,9 +186,7 @@ def train_dflash_command(
 
     Prints and stores (`acceptance.json`) the tokens a round on the held-out responses.
     """
-    _folder("--data", data, "make it with `crossspec train generate`")
-    _model_folder(target)
-    _begin(out, threads, resume)
+    begin_drafter(data, target, out, threads, resume)
     from vllm_crossspec.training.dflash import DFlashConfig, train_dflash
     from vllm_crossspec.training.loop import LoopConfig
 
@@ -280,9 +237,7 @@ def train_dart_command(
     the n-gram store that joins them into trees is made with `crossspec ngram build`. An `--unshifted` drafter is for
     comparing; no engine decodes with it.
     """
-    _folder("--data", data, "make it with `crossspec train generate`")
-    _model_folder(target)
-    _begin(out, threads, resume)
+    begin_drafter(data, target, out, threads, resume)
     from vllm_crossspec.training.dart import DartConfig, train_dart
     from vllm_crossspec.training.loop import LoopConfig
 
@@ -299,6 +254,43 @@ def train_dart_command(
     )
     train_dart(data, target, out, config, LoopConfig(steps=steps, lr=lr, seed=seed), device)
     sys.stdout.write(f"drafter in {out / 'model'}\n")
+
+
+@app.command("draft-model")
+def train_draft_model_command(
+    data: Responses,
+    target: Target,
+    out: Out,
+    steps: Steps = 4000,
+    lr: Rate = 3e-3,
+    layers: Annotated[int, typer.Option(min=1, help="Decoder layers; they begin as layers of the target.")] = 2,
+    intermediate_size: Annotated[int, typer.Option(min=1, help="Width of its MLPs.")] = 576,
+    teacher_temperature: Teacher = 1.0,
+    rows_per_step: Rows = 16,
+    bfloat16: Bfloat16 = True,
+    device: Device = "auto",
+    seed: Seed = 0,
+    threads: Threads = 0,
+    resume: Resume = True,
+) -> None:
+    """Distil a small model that drafts by itself (methods `draft_model`, `flashhead`); the defaults are the pocket one.
+
+    It begins as a few layers of the target, which must be a Qwen3 model, and learns the target's distributions over
+    its responses. Prints and stores (`acceptance.json`) the tokens a round on the held-out responses.
+    """
+    begin_drafter(data, target, out, threads, resume)
+    from vllm_crossspec.training.draft_model import DraftModelConfig, train_draft_model
+    from vllm_crossspec.training.loop import LoopConfig
+
+    config = DraftModelConfig(
+        num_layers=layers,
+        intermediate_size=intermediate_size,
+        teacher_temperature=teacher_temperature,
+        rows_per_step=rows_per_step,
+        bfloat16=bfloat16,
+    )
+    train_draft_model(data, target, out, config, LoopConfig(steps=steps, lr=lr, seed=seed), device)
+    sys.stdout.write(f"draft model in {out / 'model'}\n")
 
 
 @app.command("router")

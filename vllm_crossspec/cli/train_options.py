@@ -1,0 +1,72 @@
+"""What the commands of `crossspec train` share: their options, and the checks before anything heavy is imported."""
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Data = Annotated[Path, typer.Option(help="Folder of train-*.jsonl[.gz] and dev-*.jsonl[.gz] rows of text.")]
+Responses = Annotated[Path, typer.Option(help="Folder that `crossspec train generate` wrote for this target.")]
+Target = Annotated[Path, typer.Option(help="Hugging Face folder of the target (config.json and safetensors).")]
+Out = Annotated[Path, typer.Option(help="Work folder: what is made, and what a stopped run needs to go on.")]
+Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps in all; the rate decays over the last part of them.")]
+Rate = Annotated[float, typer.Option(min=0.0, help="Peak learning rate of Muon (matrices) and AdamW (the rest).")]
+Seed = Annotated[int, typer.Option(min=0, help="Of weights, data order and every other draw.")]
+Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves the choice to torch.")]
+Resume = Annotated[
+    bool,
+    typer.Option("--resume/--restart", help="Go on from the state in --out, or throw it away and begin anew."),
+]
+Teacher = Annotated[
+    float,
+    typer.Option(
+        min=0.01,
+        help="Temperature of the target's distribution to imitate: 1 is its own, 0.1 nearly its first choice alone.",
+    ),
+]
+Rows = Annotated[int, typer.Option(min=1, help="Responses of one optimizer step.")]
+Device = Annotated[
+    str,
+    typer.Option(
+        help="cpu, cuda, or auto: a GPU where torch sees one. No GPU was at hand when this was written: what runs "
+        "there (FlexAttention, compiled) is tested against the CPU's form of it, but was never run or timed."
+    ),
+]
+Bfloat16 = Annotated[bool, typer.Option("--bfloat16/--float32", help="Of the computation; the weights are float32.")]
+
+
+def begin(out: Path, threads: int, resume: bool) -> None:
+    """See that the packages of training are there, set the threads, and let a restart forget the stopped run."""
+    for package in ("torch", "transformers", "tokenizers", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(f'training needs {package}: run `pip install "vllm-crossspec[train]"`')
+    import torch
+
+    if threads:
+        torch.set_num_threads(threads)
+    if not resume:
+        stale = [out / "state.pt", out / "recipe.json"]
+        if (out / "generate.json").is_file():  # a folder of our own shards, not one of somebody's text
+            stale += [out / "generate.json", *out.glob("*-[0-9][0-9][0-9][0-9][0-9].jsonl.gz")]
+        for file in stale:
+            file.unlink(missing_ok=True)
+
+
+def check_folder(option: str, folder: Path, needs: str) -> None:
+    """Refuse a missing folder before anything heavy is imported."""
+    if not folder.is_dir():
+        raise ValueError(f"{option} {folder} is not a folder; {needs}")
+
+
+def check_model_folder(target: Path) -> None:
+    check_folder("--target", target, "give the Hugging Face folder of the target")
+    if not (target / "config.json").is_file():
+        raise ValueError(f"--target {target} has no config.json; give a Hugging Face model folder")
+
+
+def begin_drafter(data: Path, target: Path, out: Path, threads: int, resume: bool) -> None:
+    """What every drafter's command does first: see that its inputs are there, and :func:`begin`."""
+    check_folder("--data", data, "make it with `crossspec train generate`")
+    check_model_folder(target)
+    begin(out, threads, resume)
