@@ -37,6 +37,9 @@ def parsed(**raw):
         ({"method": "whiflash", "drafters": {}}, True),
         ({"method": "dart", "model": "m"}, True),
         ({"method": "dflash", "model": "m", "ngram": "s"}, True),
+        ({"method": "flashhead", "model": "m"}, True),
+        ({"method": "draft_model", "model": "m", "head": "a"}, True),
+        ({"method": "draft_model", "model": "m", "num_speculative_tokens": 3}, False),
     ],
 )
 def test_only_our_dictionaries_are_ours(raw, ours):
@@ -100,6 +103,62 @@ def test_bad_dart_settings_get_one_sentence(raw, sentence):
     with pytest.raises(ValueError, match=sentence) as caught:
         parsed(method="dart", model="m", **raw)
     assert "\n" not in str(caught.value)
+
+
+def test_a_head_is_a_path_or_its_settings_and_flashhead_always_has_one():
+    assert parsed(method="eagle3", model="m", head="a").drafters["eagle3"].head.model == "a"
+    head = parsed(method="flashhead", model="m", head={"num_probes": 9}).drafters["flashhead"].head
+    assert (head.type, head.model, head.num_probes) == ("flashhead", None, 9)
+    assert parsed(method="flashhead", model="m").drafters["flashhead"].head.model is None
+    assert parsed(method="draft_model", model="m", tree=CHAIN).drafters["draft_model"].head is None
+
+
+@pytest.mark.parametrize(
+    ("raw", "sentence"),
+    [
+        ({"method": "eagle3", "head": {"probes": 4}}, "unknown key 'head.probes'"),
+        (
+            {"method": "eagle3", "head": {"num_probes": 0}},
+            "head.num_probes: input should be greater than or equal to 1",
+        ),
+        ({"method": "flashhead", "head": {"type": "dense"}}, "head.type: input should be 'flashhead'"),
+        (
+            {
+                "method": "eagle3",
+                "head": "a",
+                "tree": CHAIN,
+                "verification": "rejection",
+                "draft_sample_method": "probabilistic",
+            },
+            "'probabilistic' needs every token's probability, which speculative_config.head does not compute; use",
+        ),
+        ({"method": "draft_model", "tree": {"num_nodes": 9}}, "type 'chain' takes no depth, top_k or num_nodes"),
+        (
+            {"method": "flashhead", "tree": {"type": "dynamic"}},
+            "'dynamic' does not suit a flashhead drafter; use 'chain'",
+        ),
+        (
+            {"method": "eagle3", "tree": CHAIN, "adaptive": "f"},
+            "adaptive sizes 'dynamic' trees, and this drafter drafts",
+        ),
+        ({"method": "dart", "adaptive": "f"}, "adaptive sizes 'dynamic' trees, and this drafter drafts 'continuity'"),
+        ({"method": "eagle3", "tree": {"num_nodes": 9}, "adaptive": {"modle": "f"}}, "'adaptive.modle'; did you mean"),
+        (
+            {"method": "eagle3", "tree": {"num_nodes": 9}, "adaptive": {"model": "f", "max_extension": -1}},
+            "adaptive.max_extension: input should be greater than or equal to 0",
+        ),
+    ],
+)
+def test_bad_heads_and_adaptive_trees_get_one_sentence(raw, sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
+        parsed(model="m", **raw)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_standalone_draft_model_drafts_alone():
+    drafters = {"draft_model": {"model": "a"}, "eagle3": {"model": "b"}}
+    with pytest.raises(ValueError, match="drafters.draft_model: a draft_model drafter reads no states of the target"):
+        parsed(method="whiflash", drafters=drafters)
 
 
 def test_routers():

@@ -112,13 +112,14 @@ class AdaptiveConfig(Settings):
     """How deep and wide the tree of one request is in one round; a path alone stands for ``model``.
 
     Attributes:
-        type: ``heterospec`` reads both off the drafter's own entropy (``adaptive.heterospec``).
+        type: ``heterospec`` reads both off the drafter's own entropy (``adaptive.heterospec``). ``record`` is what
+            ``crossspec calibrate heterospec`` uses: all trees are the same, and what became of each is kept.
         model: file that ``crossspec calibrate heterospec`` wrote for this target, drafter and tree.
         max_extension: most levels that a tree may grow beyond its depth; None: as calibrated. 0 only prunes.
     """
 
-    type: Literal["heterospec"] = "heterospec"
-    model: str = Field(min_length=1)
+    type: Literal["heterospec", "record"] = "heterospec"
+    model: str | None = Field(None, min_length=1)
     max_extension: int | None = Field(None, ge=0, le=32)
 
 
@@ -223,7 +224,12 @@ class CrossSpecConfig(Settings):
     @property
     def adapts(self) -> bool:
         """Whether any drafter's trees differ in size by request and round."""
-        return any(d.adaptive is not None for d in self.drafters.values())
+        return any(d.adaptive is not None and d.adaptive.type != "record" for d in self.drafters.values())
+
+    @property
+    def records_trees(self) -> bool:
+        """Whether what became of every tree is kept for ``crossspec calibrate heterospec``."""
+        return any(d.adaptive is not None and d.adaptive.type == "record" for d in self.drafters.values())
 
     @property
     def measures_load(self) -> bool:

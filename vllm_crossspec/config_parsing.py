@@ -74,43 +74,17 @@ def _check(config: CrossSpecConfig) -> CrossSpecConfig:
     """Refuse what does not go together, as far as it can be seen without the checkpoints."""
     single = config.method not in META_METHODS
     for name, drafter in config.drafters.items():
-        key = "speculative_config." + ("" if single else f"drafters.{name}.") + "tree"
-        tree, kind = drafter.tree, drafter_kind(drafter.kind, key)
-        _check_tree(tree, kind, key)
-        if drafter.adaptive is not None and tree.type != "dynamic":
-            raise ValueError(
-                f"{key.removesuffix('tree')}adaptive sizes 'dynamic' trees, and this drafter drafts {tree.type!r}; leave "
-                f"it out, or give an autoregressive drafter a {key}"
-            )
-        if not kind.shares and config.method in META_METHODS and len(config.drafters) > 1:
+        path = "speculative_config." + ("" if single else f"drafters.{name}.")
+        kind = drafter_kind(drafter.kind, path + "type")
+        if not kind.shares and len(config.drafters) > 1:
             raise ValueError(
                 f"speculative_config.drafters.{name}: a {kind.name} drafter reads no states of the target, so that it "
                 f"cannot catch up beside others; use it alone, as method {kind.name!r}"
             )
-        if drafter.ngram is not None and tree.type not in ("best_first", "continuity"):
-            raise ValueError(
-                f"{key.removesuffix('tree')}ngram helps 'best_first' and 'continuity' trees, and this drafter drafts "
-                f"{tree.type!r}; leave it out, or change {key}.type"
-            )
-        if drafter.ngram is None and tree.ngram_weight:
-            raise ValueError(f"{key}.ngram_weight needs n-grams; name a store in {key.removesuffix('tree')}ngram")
-        if config.draft_sample_method == "probabilistic" and kind.name == "dart":
-            raise ValueError(
-                "speculative_config.draft_sample_method 'probabilistic' is not for a dart drafter; use 'greedy'"
-            )
-        if not tree.is_chain and config.verification == "rejection":
-            raise ValueError(
-                f"{key}: vLLM's rejection sampler verifies chains only; leave out verification, or use "
-                '"tree": {"type": "chain"}'
-            )
-        if tree.by_batch_size == "auto" and config.verification != "match":
-            raise ValueError(f"{key}.by_batch_size 'auto' needs verification 'match'; give the draft tokens yourself")
-        _check_schedule(tree, key)
-        for native in sorted(_REJECTION_KEYS & drafter.native.keys()):
-            if config.verification != "rejection":
-                raise ValueError(
-                    f'speculative_config.{native} is about vLLM\'s rejection sampler; add "verification": "rejection"'
-                )
+        _check_tree(drafter.tree, kind, path + "tree")
+        _check_schedule(drafter.tree, path + "tree")
+        _check_parts(drafter, path)
+        _check_verification(config, drafter, path)
     method, wanted = config.draft_sample_method, {"coupled": "match", "probabilistic": "rejection"}
     if method in wanted and config.verification != wanted[method]:
         raise ValueError(
@@ -118,6 +92,52 @@ def _check(config: CrossSpecConfig) -> CrossSpecConfig:
             f"which is {config.verification!r}"
         )
     return config
+
+
+def _check_parts(drafter: DrafterConfig, path: str) -> None:
+    """Refuse n-grams and adaptive sizes where the drafter's trees are not of their kind."""
+    tree = drafter.tree
+    if drafter.adaptive is not None:
+        if tree.type != "dynamic":
+            raise ValueError(
+                f"{path}adaptive sizes 'dynamic' trees, and this drafter drafts {tree.type!r}; "
+                f"leave it out, or give an autoregressive drafter a {path}tree"
+            )
+        _check_adaptive(drafter.adaptive, path + "adaptive")
+    if drafter.ngram is not None and tree.type not in ("best_first", "continuity"):
+        raise ValueError(
+            f"{path}ngram helps 'best_first' and 'continuity' trees, and this drafter drafts "
+            f"{tree.type!r}; leave it out, or change {path}tree.type"
+        )
+    if drafter.ngram is None and tree.ngram_weight:
+        raise ValueError(f"{path}tree.ngram_weight needs n-grams; name a store in {path}ngram")
+
+
+def _check_verification(config: CrossSpecConfig, drafter: DrafterConfig, path: str) -> None:
+    """Refuse what vLLM's rejection sampler does not verify, and what only it knows."""
+    key, tree = path + "tree", drafter.tree
+    if config.draft_sample_method == "probabilistic":
+        if drafter.kind == "dart":
+            raise ValueError(
+                "speculative_config.draft_sample_method 'probabilistic' is not for a dart drafter; use 'greedy'"
+            )
+        if drafter.head is not None:
+            raise ValueError(
+                "speculative_config.draft_sample_method 'probabilistic' needs every token's probability, which "
+                f"{path}head does not compute; use 'greedy', or leave out the head"
+            )
+    if not tree.is_chain and config.verification == "rejection":
+        raise ValueError(
+            f"{key}: vLLM's rejection sampler verifies chains only; leave out verification, or use "
+            '"tree": {"type": "chain"}'
+        )
+    if tree.by_batch_size == "auto" and config.verification != "match":
+        raise ValueError(f"{key}.by_batch_size 'auto' needs verification 'match'; give the draft tokens yourself")
+    for native in sorted(_REJECTION_KEYS & drafter.native.keys()):
+        if config.verification != "rejection":
+            raise ValueError(
+                f'speculative_config.{native} is about vLLM\'s rejection sampler; add "verification": "rejection"'
+            )
 
 
 def _check_tree(tree: TreeConfig, kind: DrafterKind, key: str) -> None:
@@ -144,6 +164,13 @@ def _check_tree(tree: TreeConfig, kind: DrafterKind, key: str) -> None:
     for name, types in takers.items():
         if getattr(tree, name) is not None and tree.type not in types:
             raise ValueError(f"{key}.{name} is for {' and '.join(types)} trees, not for {tree.type!r}; leave it out")
+
+
+def _check_adaptive(adaptive: AdaptiveConfig, key: str) -> None:
+    if adaptive.type == "heterospec" and adaptive.model is None:
+        raise ValueError(f"{key}.model is missing; give the file that `crossspec calibrate heterospec` wrote")
+    if adaptive.type == "record" and (adaptive.model is not None or adaptive.max_extension is not None):
+        raise ValueError(f"{key}: type 'record' takes neither model nor max_extension; leave them out")
 
 
 def _check_schedule(tree: TreeConfig, key: str) -> None:
