@@ -36,6 +36,10 @@ ModelArgument = Annotated[
 PromptsOption = Annotated[
     Path, typer.Option(help="Prompts (.jsonl with `prompt` or `turns`); the model's greedy answers give the states.")
 ]
+TargetOption = Annotated[
+    Path | None,
+    typer.Option(help="Of a drafter that reads a target's states (EAGLE-3): its target, for special ids and recall."),
+]
 NewTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
 DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 
@@ -51,12 +55,17 @@ def build(
         int | None, typer.Option(help="Clusters to probe by default. Default: as --recall finds, else a 16th of them.")
     ] = None,
     special: Annotated[
-        str | None, typer.Option(help="Comma-separated ids that are always candidates. Default: the model's own.")
+        str | None,
+        typer.Option(
+            help="Comma-separated ids that are always candidates (of a drafter: the target's ids). Default: "
+            "the model's own, or the --target's."
+        ),
     ] = None,
     recall: Annotated[
         float | None,
         typer.Option(help="Probe as many clusters as find this share of the dense head's tokens, 0.99 for example."),
     ] = None,
+    target: TargetOption = None,
     prompts: PromptsOption = PROMPTS,
     new_tokens: NewTokensOption = 32,
     device: DeviceOption = "auto",
@@ -71,7 +80,8 @@ def build(
     from vllm_crossspec.devices import choose_device
     from vllm_crossspec.heads.flashhead import assets as files
     from vllm_crossspec.heads.flashhead.build import check_cluster_size, cluster
-    from vllm_crossspec.heads.flashhead.embedding import read_output_embedding, read_special_tokens
+    from vllm_crossspec.heads.flashhead.check import FINGERPRINT, fingerprint
+    from vllm_crossspec.heads.flashhead.embedding import read_output_embedding
     from vllm_crossspec.heads.flashhead.head import check_probes
     from vllm_crossspec.heads.flashhead.quality import least_probes
 
@@ -84,8 +94,8 @@ def build(
         check_probes(probes, num_clusters, "--probes")
     if recall is not None and (probes is not None or not 0 < recall <= 1):
         raise ValueError(f"--recall {recall}: give a share above 0 and up to 1, and no --probes beside it")
-    texts = _texts(prompts) if recall is not None else []
-    ids = _ids(special, len(weight)) if special is not None else read_special_tokens(model, len(weight))
+    texts = _texts(prompts, model, target) if recall is not None else []
+    ids = _special(special, model, target, len(weight))
     with stage_bars() as report:
         weight = weight.to(chosen)
         found = cluster(weight, cluster_size=cluster_size, iterations=iterations, seed=seed, progress=report)
@@ -96,10 +106,12 @@ def build(
             "seed": seed,
             "iterations": found.iterations,
             "mean_cosine": round(found.cosine, 4),
+            FINGERPRINT: fingerprint(weight),
         }
-        made = files.Assets(found.centroids, members, ids, probes or files.default_probes(num_clusters), facts)
+        centroids = found.centroids.to(weight.dtype)
+        made = files.Assets(centroids, members, ids, probes or files.default_probes(num_clusters), facts)
         if recall is not None:
-            ranks = _ranks(model, weight, made, texts, new_tokens, report)
+            ranks = _ranks(model, target, weight, made, texts, new_tokens, report)
             num_probes = least_probes(ranks, recall)
             facts |= {"recall": recall, "measured_on": len(ranks.ranks)}
             made = made._replace(num_probes=num_probes)
@@ -139,6 +151,7 @@ def recall(
         float | None,
         typer.Option(help="Adaptive: of these probes only clusters within so much of the best one's cosine."),
     ] = None,
+    target: TargetOption = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Also write the table to this file.")] = None,
     device: DeviceOption = "auto",
 ) -> None:
@@ -159,9 +172,9 @@ def recall(
     numbers = _numbers_to_show(read, probes)
     for number in numbers:
         check_probes(number, len(read.members), "--probes")
-    texts = _texts(prompts)
+    texts = _texts(prompts, model, target)
     with stage_bars() as report:
-        ranks = _ranks(model, weight, read, texts, new_tokens, report)
+        ranks = _ranks(model, target, weight, read, texts, new_tokens, report)
     _console().print(_curve(ranks, margin, numbers))
     if json_file is not None:
         rows = [at(ranks, number, margin)._asdict() for number in numbers]
@@ -171,23 +184,53 @@ def recall(
 # -- shared pieces --------------------------------------------------------------------------------------------
 
 
-def _texts(prompts: Path) -> list[str]:
+def _texts(prompts: Path, model: Path, target: Path | None) -> list[str]:
     """What to ask the model, before anything heavy starts."""
     from vllm_crossspec.cli.prompts import read_prompts
 
     if find_spec("transformers") is None:
         raise ValueError('recall needs transformers: run `pip install "vllm-crossspec[train]"`')
+    from vllm_crossspec.heads.flashhead.drafter_states import check_drafter_format, is_drafter
+
+    if is_drafter(model) and target is None:
+        raise ValueError(f"recall: MODEL {model} drafts from a target's states; name that target with --target")
+    if target is not None and not is_drafter(model):
+        raise ValueError(f"--target {target}: MODEL {model} is a language model of its own; leave out --target")
+    if target is not None:
+        check_drafter_format(model)
     return [prompt.turns[0] for prompt in read_prompts(prompts)]
 
 
 def _ranks(
-    model: Path, weight: "torch.Tensor", assets: "Assets", texts: list[str], new_tokens: int, report: "Report"
+    model: Path,
+    target: Path | None,
+    weight: "torch.Tensor",
+    assets: "Assets",
+    texts: list[str],
+    new_tokens: int,
+    report: "Report",
 ) -> "Ranks":
+    from vllm_crossspec.heads.flashhead.drafter_states import drafted_states
     from vllm_crossspec.heads.flashhead.quality import rank_clusters
     from vllm_crossspec.heads.flashhead.states import answer_states
 
-    states = answer_states(model, texts, new_tokens=new_tokens, device=weight.device, progress=report)
+    if target is None:
+        states = answer_states(model, texts, new_tokens=new_tokens, device=weight.device, progress=report)
+    else:
+        states = drafted_states(model, target, texts, new_tokens=new_tokens, device=weight.device, progress=report)
     return rank_clusters(weight, assets, states)
+
+
+def _special(given: str | None, model: Path, target: Path | None, vocab_size: int) -> tuple[int, ...]:
+    """The ids that are always candidates, in the vocabulary of the clusters."""
+    from vllm_crossspec.heads.flashhead.embedding import read_special_tokens, read_target_ids
+
+    kept = read_target_ids(model)
+    if kept is None:
+        return _ids(given, vocab_size) if given is not None else read_special_tokens(model, vocab_size)
+    known = int(kept[-1]) + 1
+    ids = _ids(given, known) if given is not None else read_special_tokens(target or model, known)
+    return tuple(place for place, token in enumerate(kept.tolist()) if token in ids)
 
 
 def _numbers_to_show(assets: "Assets", given: str | None) -> list[int]:

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from vllm.v1.worker.gpu.sample.gumbel import _log1p_neg_stable, murmur3_uniform32, murmur3_uniform64
 
+from vllm_crossspec.heads.flashhead.kernels import NO_CANDIDATE, SLOTS, pack
+
 BLOCK = 1024
 
 
@@ -102,6 +104,97 @@ def add_target_noise(
     return out
 
 
+@triton.jit
+def _add_candidate_noise_kernel(
+    scores_ptr,  # float32 [rows, N], changed
+    tokens_ptr,  # int32 [rows, N] draft ids
+    packed_ptr,  # int64 [rows, ceil(N / SLOTS)] out
+    offsets_ptr,  # int64 [vocabulary] target id - draft id, or None
+    idx_mapping_ptr,  # int [rows / ROWS_PER_ENTRY]
+    positions_ptr,  # int64 [rows]
+    temperature_ptr,  # float32 [S]
+    seeds_ptr,  # int64 [S]
+    num_candidates,
+    num_packed,
+    ROWS_PER_ENTRY: tl.constexpr,
+    USE_FP64: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(idx_mapping_ptr + row // ROWS_PER_ENTRY).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
+    if temperature != 0.0:
+        seed = tl.load(seeds_ptr + slot)
+        position = tl.load(positions_ptr + row)
+        p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
+        n = p[:, None] * SLOTS + tl.arange(0, SLOTS)[None, :]
+        inside = n < num_candidates
+        place = row * num_candidates + n
+        x = tl.load(scores_ptr + place, mask=inside, other=float("-inf"))
+        token = tl.load(tokens_ptr + place, mask=inside, other=0).to(tl.int64)
+        key = token
+        if offsets_ptr is not None:
+            key = token + tl.load(offsets_ptr + token, mask=inside, other=0)
+        if USE_FP64:
+            u = murmur3_uniform64(seed, position, key)
+            noise = (-tl.log(-tl.log(u))).to(tl.float32)
+        else:
+            u = murmur3_uniform32(seed, position, key)
+            noise = -tl.log(-_log1p_neg_stable(u))
+        x = x / temperature + noise  # one that is no candidate stays at -inf
+        tl.store(scores_ptr + place, x, mask=inside)
+        best = tl.max(tl.where(x > float("-inf"), pack(x, token), NO_CANDIDATE), axis=1)
+        tl.store(packed_ptr + row * num_packed + p, best, mask=p < num_packed)
+
+
+def add_candidate_noise(
+    scores: torch.Tensor,
+    tokens: torch.Tensor,
+    packed: torch.Tensor | None,
+    *,
+    offsets: torch.Tensor | None,
+    idx_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    use_fp64: bool = False,
+) -> None:
+    """:func:`add_target_noise` for the few tokens that a FlashHead scored, in place; one launch.
+
+    Args:
+        scores: float32 [rows, N]; -inf for one that is no candidate, which it stays.
+        tokens: int [rows, N] draft ids.
+        packed: int64 [rows, ceil(N / SLOTS)] of ``heads.flashhead.kernels``, the best of every SLOTS candidates,
+            written anew; None for the head of PyTorch operations, which has none. The others are
+            :func:`add_target_noise`'s.
+    """
+    num_rows, num_candidates = scores.shape
+    rows_per_entry = num_rows // idx_mapping.shape[0]
+    if packed is None:
+        slots = idx_mapping.repeat_interleave(rows_per_entry)
+        add_candidate_noise_naive(scores, tokens, offsets, slots, positions, temperature, seeds, use_fp64)
+        return
+    assert scores.is_contiguous() and tokens.is_contiguous() and packed.is_contiguous()
+    blocks = triton.cdiv(packed.shape[1], BLOCK // SLOTS)
+    _add_candidate_noise_kernel[(num_rows, blocks)](
+        scores,
+        tokens,
+        packed,
+        offsets,
+        idx_mapping,
+        positions,
+        temperature,
+        seeds,
+        num_candidates,
+        packed.shape[1],
+        ROWS_PER_ENTRY=rows_per_entry,
+        USE_FP64=use_fp64,
+        SLOTS=SLOTS,
+        BLOCK_P=BLOCK // SLOTS,
+    )
+
+
 _BITS = 0xFFFFFFFF
 
 
@@ -134,11 +227,11 @@ def gumbel_noise_naive(
     Args:
         seeds: int64 [rows].
         positions: int64 [rows] of the token before the sampled one.
-        tokens: int64 [vocabulary] ids that the noise is keyed by.
+        tokens: int64 [vocabulary] ids that the noise is keyed by, or [rows, n] of each row's own.
         use_fp64: whether the uniforms have 53 bits.
 
     Returns:
-        float32 [rows, vocabulary], or float64.
+        float32 [rows, vocabulary or n], or float64.
     """
     seeds, positions = seeds.long()[:, None], positions.long()[:, None]
     bits = _hash(seeds, positions, tokens)
@@ -176,3 +269,27 @@ def add_target_noise_naive(
         noise = gumbel_noise_naive(seeds[slots[rows]], positions[rows], keys, use_fp64)
         out[rows] = out[rows] / scale[rows, None] + noise.float()
     return out
+
+
+def add_candidate_noise_naive(
+    scores: torch.Tensor,
+    tokens: torch.Tensor,
+    offsets: torch.Tensor | None,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    use_fp64: bool = False,
+) -> None:
+    """:func:`add_candidate_noise` in plain PyTorch, but for ``packed``: the kernel's twin, and what runs without a GPU.
+
+    Args:
+        slots: int [rows]; negative entries are padding. The others are :func:`add_candidate_noise`'s.
+    """
+    scale = torch.where(slots >= 0, temperature[slots.clamp(min=0)].float(), 0.0)
+    rows = scale.nonzero().flatten()
+    if rows.numel():
+        ids = tokens[rows].long()
+        keys = ids if offsets is None else ids + offsets[ids]
+        noise = gumbel_noise_naive(seeds[slots[rows]], positions[rows], keys, use_fp64)
+        scores[rows] = scores[rows] / scale[rows, None] + noise.float()

@@ -138,10 +138,6 @@ class DartForCausalLM(nn.Module):
         """Fused features [n, H] of tapped target states [n, 3H]."""
         return self.model.fc(hidden_states)
 
-    def draft_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Logits [n, draft vocabulary] of normed states [n, H]."""
-        return self.logits_processor(self.lm_head, hidden_states)
-
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load a checkpoint of the public format."""
         return AutoWeightsLoader(self).load_weights(weights, mapper=self.hf_to_vllm_mapper)

@@ -2,13 +2,13 @@
 
 import copy
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 
-from vllm_crossspec.engine.noise import add_target_noise
+from vllm_crossspec.engine.heads import DraftHead, TargetKeys, make_head
 from vllm_crossspec.types import Candidates, DraftSettings, StepInputs, TokenTree
 
 
@@ -25,6 +25,7 @@ class Proposer(ABC):
         draft_attn_layer_names: names of its attention layers, after loading.
         attn_groups: its attention groups, after :meth:`set_attn`.
         draft_logits: [S, K, vocabulary] cache of probabilistic drafts, or None.
+        head: from its last states to draft tokens, after loading.
         drafts: what the engine wants of the drafts.
         drafts_over_trees: whether its own forward passes attend over trees.
         engine_config: the engine's own config, whose draft length is the engine's.
@@ -37,12 +38,18 @@ class Proposer(ABC):
     engine_config: VllmConfig
     req_states: Any
     model: nn.Module
+    speculative_config: Any
     num_speculative_steps: int
     num_query_per_req: int
     num_extra_query_per_req: int
     draft_attn_layer_names: set[str]
     attn_groups: list[Any]
     draft_logits: torch.Tensor | None
+    head: DraftHead
+    use_acceptance_estimator: bool
+    use_local_argmax_reduction: bool
+    use_fp64_gumbel: bool
+    max_num_reqs: int
     supports_mm_inputs: bool
     pcp_manager: Any
 
@@ -62,6 +69,43 @@ class Proposer(ABC):
     def build_in_batches(self) -> bool:
         """Build trees with PyTorch for the whole batch, where kernels are interpreted; whether it builds any."""
         return False
+
+    # -- the output layer -------------------------------------------------------------------------------------
+
+    @property
+    def head_rows_per_req(self) -> int:
+        """Most rows of a request in one call of the head."""
+        return 1
+
+    def load_head(self) -> None:
+        """Make the head of the loaded model, as the settings ask."""
+        config = self.engine_config
+        self.head = make_head(
+            self.model,
+            self.drafts,
+            max_rows=self.max_num_reqs * self.head_rows_per_req,
+            folder=self.speculative_config.draft_model_config.model,
+            has_weights=config.load_config.load_format != "dummy",
+        )
+
+    def coupling(
+        self, idx_mapping: torch.Tensor, positions: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor
+    ) -> TargetKeys | None:
+        """The keys of the target's noise for rows that are being drafted; None for drafts that do not look at it.
+
+        Args:
+            idx_mapping: int [rows / n] slot of every n consecutive rows; negative entries are padding.
+            positions: int64 [rows] position of the token before the drafted one.
+            temperature, seeds: [S] of every slot.
+        """
+        if not self.drafts.is_coupled:
+            return None
+        return TargetKeys(idx_mapping, positions, temperature, seeds, self.use_fp64_gumbel)
+
+    def samples_natively(self, draft_logits: torch.Tensor | None) -> bool:
+        """Whether vLLM's own sampling of drafts serves: it keeps logits, or takes the arg-max shard by shard."""
+        is_local = self.use_local_argmax_reduction and not self.drafts.is_coupled and self.drafts.head is None
+        return draft_logits is not None or self.use_acceptance_estimator or is_local
 
     # -- for a host that routes: what the drafter misses is kept as features, and caught up with later --------
 
@@ -110,60 +154,6 @@ class Proposer(ABC):
 
     @abstractmethod
     def capture(self) -> None: ...
-
-
-class TargetKeys(NamedTuple):
-    """What the target's sampler keys its noise by, for the tokens that are being drafted.
-
-    Attributes:
-        idx_mapping: int [rows / n] slot of every n consecutive rows; negative entries are padding.
-        positions: int64 [rows] position of the token before the drafted one.
-        temperature, seeds: [S] of every slot.
-        use_fp64: whether the target samples with float64 noise.
-    """
-
-    idx_mapping: torch.Tensor
-    positions: torch.Tensor
-    temperature: torch.Tensor
-    seeds: torch.Tensor
-    use_fp64: bool
-
-
-def ranked_logits(logits: torch.Tensor, keys: TargetKeys | None, offsets: torch.Tensor | None) -> torch.Tensor:
-    """The logits by which a drafter chooses: its own, or coupled with the target's noise.
-
-    Args:
-        logits: [rows, vocabulary] of the drafter.
-        keys: None for drafts that do not look at the noise.
-        offsets: int64 [vocabulary] target id minus draft id; None where they are the same.
-    """
-    if keys is None:
-        return logits
-    return add_target_noise(
-        logits,
-        offsets=offsets,
-        idx_mapping=keys.idx_mapping,
-        positions=keys.positions,
-        temperature=keys.temperature,
-        seeds=keys.seeds,
-        use_fp64=keys.use_fp64,
-    )
-
-
-def top_candidates(logits: torch.Tensor, count: int, offsets: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The likeliest tokens of every row.
-
-    Args:
-        logits: [rows, vocabulary].
-        count: k.
-        offsets: int64 [vocabulary] target id minus draft id; None where they are the same.
-
-    Returns:
-        float32 [rows, k] log-probabilities, falling, and int64 [rows, k] ids of the target's vocabulary.
-    """
-    top, ids = logits.topk(count, dim=-1)
-    log_probs = top.float() - logits.float().logsumexp(dim=-1, keepdim=True)
-    return log_probs, ids if offsets is None else ids + offsets[ids]
 
 
 def without_schedule(vllm_config: VllmConfig) -> VllmConfig:

@@ -12,8 +12,8 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 
 from vllm_crossspec.drafters.dart.inputs import DartRows, prepare_rows
+from vllm_crossspec.engine.heads import TargetKeys
 from vllm_crossspec.engine.loading import load_drafter
-from vllm_crossspec.engine.proposers.base import TargetKeys, ranked_logits
 from vllm_crossspec.engine.proposers.dflash import DFlashProposer
 from vllm_crossspec.engine.proposers.marginals import MarginalTreeProposer
 from vllm_crossspec.engine.proposers.one_layer import write_entries
@@ -223,8 +223,8 @@ class DartProposer(DFlashProposer):
         slot_mappings: dict[str, torch.Tensor] | None,
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode,
-    ) -> torch.Tensor:
-        """Logits [num_reqs * K, draft vocabulary] by which the drafter ranks, of all query rows."""
+    ) -> tuple[torch.Tensor, TargetKeys | None]:
+        """Final states [num_reqs * K, H] of all query rows, and the keys of the noise that they are ranked with."""
         num_rows = num_reqs * self.num_query_per_req
         with set_forward_context(
             attn_metadata,
@@ -241,19 +241,9 @@ class DartProposer(DFlashProposer):
                 hidden_states=self.hidden_states.index_select(0, self.entry_rows[:num_reqs]),
                 num_queries=self.num_query_per_req,
             )
-        keys = TargetKeys(
-            self.sample_idx_mapping[:num_rows],
-            self.sample_pos[:num_rows] - 1,
-            self.temperature,
-            self.seeds,
-            self.use_fp64_gumbel,
+        return states, self.coupling(
+            self.sample_idx_mapping[:num_rows], self.sample_pos[:num_rows] - 1, self.temperature, self.seeds
         )
-        return ranked_logits(self.model.draft_logits(states), keys if self.drafts.is_coupled else None, self.offsets)
-
-    @property
-    def offsets(self) -> torch.Tensor:
-        """int64 [draft vocabulary] target id minus draft id."""
-        return self.model.draft_id_to_target_id
 
     def _generate_draft(
         self,
@@ -265,9 +255,8 @@ class DartProposer(DFlashProposer):
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> None:
         """The forward and the first choice at every position."""
-        logits = self._run_rows(num_reqs, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode)
-        winner = logits.argmax(dim=-1)
-        self.draft_tokens[:num_reqs] = (winner + self.offsets[winner]).view(num_reqs, -1)
+        rows = self._run_rows(num_reqs, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode)
+        self.draft_tokens[:num_reqs] = self.head.choose(*rows).view(num_reqs, -1)
 
 
 class DartTreeProposer(MarginalTreeProposer, DartProposer):
@@ -283,5 +272,5 @@ class DartTreeProposer(MarginalTreeProposer, DartProposer):
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> None:
         """The forward and the trees."""
-        logits = self._run_rows(num_reqs, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode)
-        self.trees.build(logits, num_reqs, self.offsets)
+        rows = self._run_rows(num_reqs, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode)
+        self.build_trees(*rows, num_reqs)

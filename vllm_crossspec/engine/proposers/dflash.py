@@ -10,13 +10,7 @@ from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator, prepare_dflash_inputs
 
 from vllm_crossspec.engine.loading import load_drafter
-from vllm_crossspec.engine.proposers.base import (
-    Proposer,
-    TargetKeys,
-    native_arguments,
-    ranked_logits,
-    without_schedule,
-)
+from vllm_crossspec.engine.proposers.base import Proposer, native_arguments, without_schedule
 from vllm_crossspec.engine.proposers.marginals import MarginalTreeProposer
 from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
 
@@ -43,6 +37,16 @@ class DFlashProposer(DFlashSpeculator, Proposer):
         overlaid = replace(config, attention_config=attention, cache_config=cache)
         return load_drafter(target_model, overlaid, self.name, "dflash_head")
 
+    def load_model(self, target_model: nn.Module) -> None:
+        """The model, then its output layer."""
+        super().load_model(target_model)
+        self.load_head()
+
+    @property
+    def head_rows_per_req(self) -> int:
+        """A block's."""
+        return self.num_speculative_steps
+
     def sample_draft(
         self,
         hidden_states: torch.Tensor,
@@ -56,10 +60,9 @@ class DFlashProposer(DFlashSpeculator, Proposer):
     ) -> torch.Tensor:
         """First choices, coupled with the target's noise where the drafts are to be (arguments are vLLM's)."""
         arguments = (sample_src_positions, idx_mapping, temperature, seeds, draft_step, draft_logits, spec_step_idx)
-        if not self.drafts.is_coupled:
+        if self.samples_natively(draft_logits):
             return super().sample_draft(hidden_states, *arguments)
-        keys = TargetKeys(idx_mapping, sample_src_positions, temperature, seeds, self.use_fp64_gumbel)
-        return ranked_logits(self.model.compute_logits(hidden_states), keys, None).argmax(dim=-1)
+        return self.head.choose(hidden_states, self.coupling(idx_mapping, sample_src_positions, temperature, seeds))
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
         """Context rows that a graph stores: a whole verification's, which of trees is wider than a block."""
@@ -140,13 +143,7 @@ class DFlashTreeProposer(MarginalTreeProposer, DFlashProposer):
         states = self._run_model(
             num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode
         )
-        logits = self.model.compute_logits(states[self.sample_indices[:num_rows]])
-        keys = TargetKeys(
-            self.sample_idx_mapping[:num_rows],
-            self.sample_pos[:num_rows] - 1,
-            self.temperature,
-            self.seeds,
-            self.use_fp64_gumbel,
+        keys = self.coupling(
+            self.sample_idx_mapping[:num_rows], self.sample_pos[:num_rows] - 1, self.temperature, self.seeds
         )
-        logits = ranked_logits(logits, keys if self.drafts.is_coupled else None, None)
-        self.trees.build(logits, num_reqs, None)
+        self.build_trees(states[self.sample_indices[:num_rows]], keys, num_reqs)

@@ -1,57 +1,20 @@
 """EAGLE-3 as a proposer, on vLLM's autoregressive speculator."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
-from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
 
 from vllm_crossspec.engine.loading import load_drafter
-from vllm_crossspec.engine.proposers.base import (
-    Proposer,
-    TargetKeys,
-    native_arguments,
-    ranked_logits,
-    without_schedule,
-)
+from vllm_crossspec.engine.proposers.base import Proposer, native_arguments
 from vllm_crossspec.engine.proposers.one_layer import write_entries
+from vllm_crossspec.engine.row_graphs import RowGraphManager
 from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
-
-
-class OneRowGraphManager(DFlashCudaGraphManager):
-    """CUDA graphs of a first pass over one row a request, whose attention metadata is the drafter's own.
-
-    vLLM's first pass runs over the target's rows with the target's metadata. This one is called as that is.
-    """
-
-    def __init__(self, proposer: "Eagle3Proposer", cudagraph_mode: CUDAGraphMode):
-        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-        mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
-        super().__init__(without_schedule(proposer.vllm_config), proposer.device, mode, decode_query_len=1)
-        self.proposer = proposer
-
-    def capture(self, forward_fn: Callable[..., None], *target: Any, progress_bar_desc: str = "") -> None:
-        """Capture vLLM's ``_prefill``; the target's state, buffers and attention groups are not wanted."""
-        own = self.proposer
-        super().capture(
-            forward_fn,
-            own.input_buffers,
-            own.block_tables,
-            own.attn_groups,
-            own.kv_cache_config,
-            own.max_model_len,
-            causal=True,
-            prepare_forward=lambda num_reqs, attn_metadata: None,
-            progress_bar_desc=progress_bar_desc,
-        )
 
 
 class Eagle3Proposer(EagleSpeculator, Proposer):
@@ -72,13 +35,18 @@ class Eagle3Proposer(EagleSpeculator, Proposer):
         overlaid = self.speculative_config.apply_draft_overrides(self.vllm_config)
         return load_drafter(target_model, overlaid, self.name, "eagle_head")
 
+    def load_model(self, target_model: nn.Module) -> None:
+        """The model, then its output layer."""
+        super().load_model(target_model)
+        self.load_head()
+
     # -- CUDA graphs ------------------------------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """As vLLM's, but the first pass is as wide as the engine's verification, whatever this drafter's own length."""
         super().init_cudagraph_manager(cudagraph_mode)
         if self.drafts.from_one_row:
-            self.prefill_cudagraph_manager = OneRowGraphManager(self, cudagraph_mode)
+            self.prefill_cudagraph_manager = RowGraphManager(self, cudagraph_mode, rows_per_req=1)
         elif self.drafts.num_nodes != self.num_speculative_steps:
             self.prefill_cudagraph_manager = SpeculatorCudaGraphManager(
                 self.engine_config, self.device, cudagraph_mode, self.drafts.num_nodes + 1
@@ -162,19 +130,13 @@ class Eagle3Proposer(EagleSpeculator, Proposer):
     ) -> torch.Tensor:
         """First choices, coupled with the target's noise where the drafts are to be.
 
-        vLLM scatters the draft logits into a full row of the target's vocabulary first, at every step. Here the
-        arg-max is taken in the reduced vocabulary and only the winner is mapped; ``d2t`` is ascending, so the winner,
-        ties included, is the same.
-
         Args:
             hidden_states: [R, H]. The other arguments are vLLM's.
 
         Returns:
             int64 [R] token ids of the target's vocabulary.
         """
-        offsets = self.offsets
-        plain = not self.drafts.is_coupled and (offsets is None or self.use_local_argmax_reduction)
-        if draft_logits is not None or self.use_acceptance_estimator or plain:
+        if self.samples_natively(draft_logits):
             return super().sample_draft(
                 hidden_states,
                 sample_src_positions,
@@ -185,16 +147,4 @@ class Eagle3Proposer(EagleSpeculator, Proposer):
                 draft_logits,
                 spec_step_idx,
             )
-        keys = TargetKeys(idx_mapping, sample_src_positions, temperature, seeds, self.use_fp64_gumbel)
-        winner = self.logits_for_ranking(hidden_states, keys).argmax(dim=-1)
-        return winner if offsets is None else winner + offsets[winner]
-
-    @property
-    def offsets(self) -> torch.Tensor | None:
-        """int64 [draft vocabulary] target id minus draft id; None where the drafter has the target's vocabulary."""
-        return getattr(self.model, "draft_id_to_target_id", None)
-
-    def logits_for_ranking(self, hidden_states: torch.Tensor, keys: TargetKeys) -> torch.Tensor:
-        """[rows, draft vocabulary] by which this drafter chooses, for states [rows, H]."""
-        logits = self.model.logits_processor(self.model.lm_head, hidden_states)
-        return ranked_logits(logits, keys if self.drafts.is_coupled else None, self.offsets)
+        return self.head.choose(hidden_states, self.coupling(idx_mapping, sample_src_positions, temperature, seeds))

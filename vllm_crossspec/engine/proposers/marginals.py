@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
-from vllm_crossspec.engine.proposers.base import Proposer, empty_tree, first_rows, top_candidates
+from vllm_crossspec.engine.heads import TargetKeys
+from vllm_crossspec.engine.proposers.base import Proposer, empty_tree, first_rows
 from vllm_crossspec.ngram.contexts import last_tokens
 from vllm_crossspec.ngram.store import NgramStore, open_store, place
 from vllm_crossspec.tree import batched
@@ -71,12 +72,9 @@ class MarginalTrees:
             contexts=self.contexts[:num_reqs],
         )
 
-    def build(self, logits: torch.Tensor, num_reqs: int, offsets: torch.Tensor | None) -> None:
-        """Trees of the first ``num_reqs`` requests, from logits [num_reqs * K, vocabulary] of their positions."""
-        assert self.drafts.top_k is not None
-        count = min(self.drafts.top_k, logits.shape[1])
-        log_probs, tokens = top_candidates(logits, count, offsets)
-        shape = (num_reqs, self.drafts.depth, count)
+    def build(self, log_probs: torch.Tensor, tokens: torch.Tensor, num_reqs: int) -> None:
+        """Trees of the first ``num_reqs`` requests, from the candidates [num_reqs * K, k] of their positions."""
+        shape = (num_reqs, self.drafts.depth, tokens.shape[1])
         log_probs, tokens = log_probs.view(shape), tokens.view(shape)
         if self.builder is None:
             self._build_product(log_probs=log_probs, tokens=tokens, num_nodes=self.num_nodes, out=self.tree)
@@ -92,12 +90,17 @@ class MarginalTrees:
 class MarginalTreeProposer(Proposer):
     """What makes a proposer of blocks one of trees: stands before it among the bases and builds in its graph.
 
-    The proposer's own ``_generate_draft`` is to hand its logits to ``trees.build``.
+    The proposer's own ``_generate_draft`` is to hand its states to :meth:`build_trees`.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
         super().__init__(vllm_config, device, name, drafts)  # type: ignore[call-arg]
         self.trees = MarginalTrees(drafts, vllm_config, device)
+
+    def build_trees(self, states: torch.Tensor, keys: TargetKeys | None, num_reqs: int) -> None:
+        """Trees of the first ``num_reqs`` requests, from the final states [num_reqs * K, H] of their positions."""
+        assert self.drafts.top_k is not None
+        self.trees.build(*self.head.candidates(states, keys, self.drafts.top_k), num_reqs)
 
     def build_in_batches(self) -> bool:
         """See the base class."""

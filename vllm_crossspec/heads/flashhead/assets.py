@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 CONFIG_FILE, TENSORS_FILE, ASSETS_FOLDER = "config.json", "clustering_cache.safetensors", "flash_head_assets"
-FACTS_KEY = "crossspec_flashhead"
+FOLDER_KEY, FACTS_KEY = "flash_head_cache_dir", "crossspec_flashhead"
 DEFAULT_PROBE_SHARE = 16
 """Of C clusters the public implementation probes C // 16 where the config names no number."""
 MAX_CLUSTERS = 32768
@@ -83,10 +83,11 @@ def save_assets(folder: str | Path, assets: Assets) -> None:
         "cluster_assignments": assets.assignments.cpu(),
     }
     path = folder / ASSETS_FOLDER / TENSORS_FILE
-    save_file(tensors, path.with_suffix(".partial"))
+    # Not by safetensors' own writer: its files are their owner's alone.
+    path.with_suffix(".partial").write_bytes(save(tensors))
     path.with_suffix(".partial").replace(path)
     content = {
-        "flash_head_cache_dir": ASSETS_FOLDER,
+        FOLDER_KEY: ASSETS_FOLDER,
         "flash_head_special_token_ids": list(assets.special_token_ids),
         "n_probes": assets.num_probes,
         FACTS_KEY: assets.facts,
@@ -140,7 +141,7 @@ def _locate(folder: Path, key: str) -> tuple[Path, dict[str, Any]]:
         raise ValueError(f"{key}: there is no folder {str(folder)!r}; {_REMEDY}, or give the folder of some")
     for place in (folder, folder.parent):
         config = _read_json(place / CONFIG_FILE, key) if (place / CONFIG_FILE).is_file() else {}
-        named = config.get("flash_head_cache_dir")
+        named = config.get(FOLDER_KEY)
         if not isinstance(named, str):
             continue
         assets = place / named

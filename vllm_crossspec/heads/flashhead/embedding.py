@@ -1,6 +1,9 @@
 """The output embedding of a Hugging Face folder, tied or not, and its special tokens; nothing else is loaded."""
 
+import contextlib
 import json
+import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,32 +18,72 @@ def read_output_embedding(folder: Path, key: str = "MODEL") -> torch.Tensor:
     """The matrix [V, D] that turns hidden states into logits, as stored.
 
     Args:
-        folder: of a model: config.json and .safetensors files.
+        folder: of a model or a drafter: config.json, and .safetensors or .bin files.
         key: what the setting is called, for messages.
 
     Raises:
         ValueError: one sentence: no such folder, no weights, damaged ones, no output embedding, one with a bias.
     """
+    place = own_output(folder, key)
+    if place is None:
+        raise ValueError(
+            f"{key} {folder} has no output embedding (lm_head.weight, or a tied embed_tokens.weight); a drafter "
+            "without one uses its target's: give the target's folder"
+        )
+    with open_rows(*place, key) as rows:
+        weight: torch.Tensor = rows[:]
+    if weight.ndim != 2 or not weight.is_floating_point():
+        raise ValueError(
+            f"{key} {folder}: {place[1]} is {weight.dtype} {list(weight.shape)}; give an unquantised model"
+        )
+    return weight
+
+
+def own_output(folder: Path, key: str, may_be_tied: bool = True) -> tuple[Path, str] | None:
+    """File and name of the matrix that turns hidden states into logits; None where the folder has none of its own.
+
+    Args:
+        folder: of a model or a drafter.
+        key: what the setting is called, for messages.
+        may_be_tied: the input embedding may be it. That of a drafter without an output layer is not: the target's is.
+
+    Raises:
+        ValueError: one sentence: no such folder, no weights, damaged ones, an output layer with a bias.
+    """
     if not folder.is_dir() or not (folder / "config.json").is_file():
         raise ValueError(f"{key} {folder} has no config.json; give a Hugging Face model folder")
     config = _read_json(folder / "config.json", key)
-    places = _tensor_files(folder, key)
+    places = tensor_files(folder, key)
     if any(name.endswith(("lm_head.bias", "embed_out.bias")) for name in places):
         raise ValueError(f"{key} {folder}: its output layer has a bias, which the head leaves out; use the dense head")
     output = _find(places, _OUTPUT)
-    shared = _find(places, _INPUT)
+    shared = _find(places, _INPUT) if may_be_tied else None
     is_tied = _read(config, "tie_word_embeddings", output is None)
     name = shared if is_tied and shared is not None else output
-    if name is None:
-        raise ValueError(f"{key} {folder} has no output embedding (lm_head.weight, or a tied embed_tokens.weight)")
+    return None if name is None else (places[name], name)
+
+
+@contextlib.contextmanager
+def open_rows(file: Path, name: str, key: str) -> Iterator[Any]:
+    """A tensor of a file, of which ``[a:b]`` reads some rows and ``[:]`` all."""
     try:
-        with safe_open(places[name], framework="pt") as file:
-            weight: torch.Tensor = file.get_tensor(name)
+        if file.suffix == ".bin":
+            yield _load_bin(file, key)[name]
+            return
+        with safe_open(file, framework="pt") as opened:
+            yield opened.get_slice(name)
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{key} {places[name]} is damaged or cut short ({error}); copy it again") from None
-    if weight.ndim != 2 or not weight.is_floating_point():
-        raise ValueError(f"{key} {folder}: {name} is {weight.dtype} {list(weight.shape)}; give an unquantised model")
-    return weight
+        raise ValueError(f"{key} {file} is damaged or cut short ({error}); copy it again") from None
+
+
+def read_target_ids(folder: Path, key: str = "MODEL") -> torch.Tensor | None:
+    """int64 [V] the target's id of each token of a drafter's reduced vocabulary; None where it has the target's own."""
+    places = tensor_files(folder, key)
+    if "d2t" not in places:
+        return None
+    with open_rows(places["d2t"], "d2t", key) as rows:
+        offsets: torch.Tensor = rows[:].long()
+    return offsets + torch.arange(len(offsets))
 
 
 def read_special_tokens(folder: Path, vocab_size: int, key: str = "MODEL") -> tuple[int, ...]:
@@ -67,8 +110,12 @@ def _find(places: dict[str, Path], endings: tuple[str, ...]) -> str | None:
     return None
 
 
-def _tensor_files(folder: Path, key: str) -> dict[str, Path]:
-    """Which file each tensor is in."""
+def tensor_files(folder: Path, key: str) -> dict[str, Path]:
+    """Which file each tensor of a model is in.
+
+    Raises:
+        ValueError: one sentence: no weights, or damaged ones.
+    """
     places: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
         try:
@@ -77,8 +124,21 @@ def _tensor_files(folder: Path, key: str) -> dict[str, Path]:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{key} {file} is damaged or cut short ({error}); copy it again") from None
     if not places:
-        raise ValueError(f"{key} {folder} has no weights (*.safetensors); give a Hugging Face model folder")
+        for file in sorted(folder.glob("*.bin")):
+            places |= dict.fromkeys(_load_bin(file, key), file)
+    if not places:
+        raise ValueError(f"{key} {folder} has no weights (*.safetensors or *.bin); give a Hugging Face model folder")
     return places
+
+
+def _load_bin(file: Path, key: str) -> dict[str, torch.Tensor]:
+    """The tensors of a file that torch wrote, mapped into memory; those that are not asked for are not read."""
+    try:
+        tensors: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    except (RuntimeError, OSError, pickle.UnpicklingError, EOFError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(f"{key} {file} is damaged or cut short ({why}); copy it again") from None
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
 
 
 def _read(config: dict[str, Any], name: str, default: Any) -> Any:

@@ -1,5 +1,7 @@
 """The head itself: clusters and an output embedding in, token ids out; shapes by the legend of the room."""
 
+import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -9,6 +11,14 @@ from vllm_crossspec.heads.flashhead import kernels, vectorised
 from vllm_crossspec.heads.flashhead.assets import Assets
 
 MAX_TOP_K = 64
+NARROW = torch.float8_e4m3fn
+_LOWEST_CAPABILITY = (8, 9)
+"""Of a CUDA device that reads ``NARROW``."""
+logger = logging.getLogger(__name__)
+
+Noise = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+"""Changes scores float32 [B, N] of tokens int [B, N] in place before the best are chosen; -inf, which is none, stays.
+The third are the best of every ``kernels.SLOTS`` candidates, packed, to be written anew; None without kernels."""
 
 
 class TopTokens(NamedTuple):
@@ -39,9 +49,11 @@ class FlashHead:
             below the best one's (section 5.3 names the idea). None: always P.
         max_rows: most rows of a batch.
         top_k: K of :meth:`top_tokens`; 0: it is never called.
+        is_coupled: whether calls may bring noise.
         grouped: keep a copy of the rows in the order of the clusters. As large as the embedding, and read in longer
             pieces.
-        centroid_dtype: of the centroids; None: the embedding's.
+        centroid_dtype: of the centroids; None: the embedding's. float8_e4m3fn has one scale a centroid; a device that
+            does not know it keeps numbers so rounded in the embedding's format.
         use_kernels: whether the kernels serve; None: on a GPU.
 
     Raises:
@@ -57,6 +69,7 @@ class FlashHead:
         margin: float | None = None,
         max_rows: int = 1,
         top_k: int = 0,
+        is_coupled: bool = False,
         grouped: bool = False,
         centroid_dtype: torch.dtype | None = None,
         use_kernels: bool | None = None,
@@ -75,8 +88,8 @@ class FlashHead:
         self.max_rows, self.top_k = max_rows, top_k
         device = weight.device
         self._uses_kernels = device.type == "cuda" if use_kernels is None else use_kernels
-        self._centroids = F.normalize(assets.centroids.to(device, torch.float32), dim=1)
-        self._centroids = self._centroids.to(centroid_dtype or weight.dtype).contiguous()
+        centroids = F.normalize(assets.centroids.to(device, torch.float32), dim=1)
+        self._centroids, self._scales = _narrow(centroids, centroid_dtype or weight.dtype, weight.dtype)
         self._tokens = _tokens(weight, assets, grouped)
         width = max(1, top_k)
         self._best = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -88,14 +101,16 @@ class FlashHead:
             num_probes=self.num_probes,
             num_candidates=self.num_probes * size + len(assets.special_token_ids),
             top_k=top_k,
+            keeps_all=is_coupled,
             device=device,
         )
 
-    def best_token(self, hidden: torch.Tensor) -> torch.Tensor:
+    def best_token(self, hidden: torch.Tensor, noise: Noise | None = None) -> torch.Tensor:
         """The token of the highest score.
 
         Args:
             hidden: float [B, D] final hidden states, B at most ``max_rows``.
+            noise: changes the scores first.
 
         Returns:
             int64 [B]. Where the cluster of the dense head's arg-max is among the probed ones, or it is a special
@@ -103,24 +118,22 @@ class FlashHead:
         """
         out = self._best[: self._check(hidden)]
         if not self._uses_kernels:
-            clusters = vectorised.select_clusters(hidden, self._centroids, self.num_probes, self.margin)
-            return out.copy_(vectorised.best_token(*vectorised.score(hidden, self._tokens, clusters, False)))
-        self._score(hidden, keeps_all=False)
+            return out.copy_(vectorised.best_token(*self._candidates(hidden, noise, is_unique=False)))
+        self._score(hidden, noise, keeps_all=noise is not None)
         kernels.best_token(packed=self._buffers.packed, out=out)
         return out
 
-    def top_tokens(self, hidden: torch.Tensor) -> TopTokens:
-        """The best ``top_k`` tokens of states [B, D], for trees."""
+    def top_tokens(self, hidden: torch.Tensor, noise: Noise | None = None) -> TopTokens:
+        """The best ``top_k`` tokens of states [B, D], for trees; arguments as in :meth:`best_token`."""
         assert self.top_k, "made without top_k"
         num_rows = self._check(hidden)
         out = TopTokens(self._top[:num_rows], self._log_probs[:num_rows])
         if not self._uses_kernels:
-            clusters = vectorised.select_clusters(hidden, self._centroids, self.num_probes, self.margin)
-            scores, ids = vectorised.score(hidden, self._tokens, clusters, True)
+            scores, ids = self._candidates(hidden, noise, is_unique=True)
             for buffer, found in zip(out, vectorised.top_tokens(scores, ids, self.top_k), strict=True):
                 buffer.copy_(found)
             return out
-        self._score(hidden, keeps_all=True)
+        self._score(hidden, noise, keeps_all=True)
         kernels.top_tokens(buffers=self._buffers, tokens=out.tokens, log_probs=out.log_probs)
         return out
 
@@ -128,11 +141,41 @@ class FlashHead:
         assert hidden.ndim == 2 and len(hidden) <= self.max_rows and hidden.shape[1] == self._centroids.shape[1]
         return len(hidden)
 
-    def _score(self, hidden: torch.Tensor, keeps_all: bool) -> None:
+    def _candidates(
+        self, hidden: torch.Tensor, noise: Noise | None, is_unique: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores and ids [B, N] by PyTorch operations."""
+        clusters = vectorised.select_clusters(hidden, self._centroids, self.num_probes, self.margin)
+        scores, ids = vectorised.score(hidden, self._tokens, clusters, is_unique)
+        if noise is not None:
+            noise(scores, ids, None)
+        return scores, ids
+
+    def _score(self, hidden: torch.Tensor, noise: Noise | None, keeps_all: bool) -> None:
+        """Scores of all candidates and the best of every few, by kernels, in the buffers."""
         buffers = self._buffers
-        kernels.score_centroids(hidden=hidden, centroids=self._centroids, scores=buffers.scores)
+        assert not keeps_all or buffers.candidate_scores.shape[1], "made without is_coupled"
+        kernels.score_centroids(hidden=hidden, centroids=self._centroids, scores=buffers.scores, scales=self._scales)
         kernels.select_clusters(scores=buffers.scores, hidden=hidden, clusters=buffers.clusters, margin=self.margin)
         kernels.score_tokens(hidden=hidden, tokens=self._tokens, buffers=buffers, keeps_all=keeps_all)
+        if noise is not None:
+            rows = len(hidden)
+            noise(buffers.candidate_scores[:rows], buffers.candidate_tokens[:rows], buffers.packed[:rows])
+
+
+def _narrow(
+    centroids: torch.Tensor, dtype: torch.dtype, usual: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Centroids [C, D] in ``dtype``, and the scales [C] that they are to be multiplied by; None: 1."""
+    if dtype != NARROW:
+        return centroids.to(dtype).contiguous(), None
+    scales = centroids.abs().amax(dim=1) / torch.finfo(NARROW).max
+    rounded = (centroids / scales[:, None]).to(NARROW)
+    device = centroids.device
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= _LOWEST_CAPABILITY:
+        return rounded, scales
+    logger.warning("FlashHead: %s has no float8_e4m3fn; centroids are rounded to it and kept in %s", device, usual)
+    return (rounded.float() * scales[:, None]).to(usual), None
 
 
 def check_probes(num_probes: int, num_clusters: int, key: str = "num_probes") -> int:

@@ -1,5 +1,7 @@
 """FlashHead on a GPU: four launches to the best token of every row, five to the best few; shapes by the room's legend.
 
+Drafts that are coupled with the target's noise take one more, which the caller brings.
+
 Full logits never exist: a program keeps the best of the tokens that it scores, and what is written is one packed number
 a program (score, then token, so that of equal scores the smaller token wins, as in ``torch.argmax``). Only the best few
 need the scores of all candidates, N of them a row.
@@ -16,9 +18,15 @@ SLOTS = 32
 """Candidates that one program scores."""
 CHUNK = 2048
 """Candidates among which one program looks for the best few."""
-_NONE = tl.constexpr(-(2**63))  # packed: no candidate
+NO_CANDIDATE = tl.constexpr(-(2**63))
+"""Packed: lower than every candidate."""
 _LOW = tl.constexpr(0xFFFFFFFF)
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float8_e4m3fn: tl.bfloat16,  # holds every number of it
+}
 
 
 class Buffers(NamedTuple):
@@ -28,7 +36,7 @@ class Buffers(NamedTuple):
         scores: float32 [rows, C] of centroids.
         clusters: int32 [rows, P], the probed ones, ascending; -1 after them where fewer are probed.
         packed: int64 [rows, ceil(N / SLOTS)], the best candidate of each program.
-        candidate_scores, candidate_tokens: float32 and int32 [rows, N]; of width 0 where the best few are not asked.
+        candidate_scores, candidate_tokens: float32 and int32 [rows, N]; of width 0 where nobody keeps them.
         chunk_best: int64 [rows, chunks * K], the best few of each chunk.
         chunk_sums: float32 [rows, chunks, 2], each chunk's maximum and sum of exponentials.
     """
@@ -43,11 +51,21 @@ class Buffers(NamedTuple):
 
 
 def make_buffers(
-    *, rows: int, num_clusters: int, num_probes: int, num_candidates: int, top_k: int, device: torch.device
+    *,
+    rows: int,
+    num_clusters: int,
+    num_probes: int,
+    num_candidates: int,
+    top_k: int,
+    keeps_all: bool,
+    device: torch.device,
 ) -> Buffers:
-    """Buffers for batches of at most ``rows`` hidden states; ``top_k`` 0 where the best few are never asked."""
-    width = num_candidates if top_k else 0
-    chunks = triton.cdiv(width, CHUNK)
+    """Buffers for batches of at most ``rows`` hidden states.
+
+    ``top_k`` is 0 where the best few are never asked; ``keeps_all``: whether all candidates' scores are kept even so.
+    """
+    width = num_candidates if top_k or keeps_all else 0
+    chunks = triton.cdiv(width, CHUNK) if top_k else 0
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
@@ -64,8 +82,8 @@ def make_buffers(
 
 
 @triton.jit
-def _pack(score, token):
-    """One int64 that orders by score, then by falling token."""
+def pack(score, token):
+    """One int64 that orders by float32 score, then by falling token."""
     bits = (score + 0.0).to(tl.int32, bitcast=True)  # + 0.0: the two zeros are equal
     key = tl.where(bits >= 0, bits, bits ^ 0x7FFFFFFF)
     return (key.to(tl.int64) << 32) | (_LOW - token.to(tl.int64))
@@ -86,12 +104,14 @@ def _unpack_score(packed):
 def _score_centroids_kernel(
     hidden_ptr,  # float [B, D]
     hidden_stride,
-    centroids_ptr,  # float [C, D], of length 1
+    centroids_ptr,  # float [C, D], of length 1 once they are multiplied by their scales
+    scales_ptr,  # float32 [C], or None for centroids of length 1
     scores_ptr,  # float32 [rows, C] out
     num_rows,
     num_clusters,
     hidden_size,
     IS_ONE_ROW: tl.constexpr,
+    STATES: tl.constexpr,
     OPERAND: tl.constexpr,
     BLOCK_B: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -112,19 +132,24 @@ def _score_centroids_kernel(
         if IS_ONE_ROW:
             total += tl.sum(rows.to(tl.float32) * states.to(tl.float32), axis=1)[None, :]
         else:
-            states = states.to(rows.dtype).to(OPERAND)
+            states = states.to(STATES).to(OPERAND)
             total += tl.dot(states, tl.trans(rows.to(OPERAND)), input_precision="ieee")
+    if scales_ptr is not None:
+        total *= tl.load(scales_ptr + c, mask=is_cluster, other=0.0)[None, :]
     target = b.to(tl.int64)[:, None] * num_clusters + c[None, :]
     tl.store(scores_ptr + target, total, mask=is_row[:, None] & is_cluster[None, :])
 
 
-def score_centroids(*, hidden: torch.Tensor, centroids: torch.Tensor, scores: torch.Tensor) -> None:
+def score_centroids(
+    *, hidden: torch.Tensor, centroids: torch.Tensor, scores: torch.Tensor, scales: torch.Tensor | None = None
+) -> None:
     """Inner products of states and centroids; one launch.
 
     Args:
         hidden: float [B, D], rows of stride 1.
         centroids: float [C, D], normalised; in which precision is the caller's choice.
         scores: float32 [at least B, C], written.
+        scales: float32 [C] by which each centroid is multiplied (narrow formats use their range so); None: by 1.
     """
     (num_rows, hidden_size), num_clusters = hidden.shape, len(centroids)
     assert hidden.stride(1) == 1 and centroids.is_contiguous() and scores.is_contiguous()
@@ -134,11 +159,13 @@ def score_centroids(*, hidden: torch.Tensor, centroids: torch.Tensor, scores: to
         hidden,
         hidden.stride(0),
         centroids,
+        scales,
         scores,
         num_rows,
         num_clusters,
         hidden_size,
         IS_ONE_ROW=is_one,
+        STATES=_TYPES[centroids.dtype],
         # The interpreter multiplies the bits of bfloat16 as if they were numbers.
         OPERAND=_TYPES[centroids.dtype] if centroids.is_cuda else tl.float32,
         BLOCK_B=block_b,
@@ -284,7 +311,7 @@ def _score_tokens_kernel(
         rows = tl.load(weight_ptr + source[:, None] + d[None, :], mask=mask, other=0.0).to(tl.float32)
         total += tl.sum(rows * state[None, :], axis=1)
     is_live = is_live & (total == total)
-    packed = tl.where(is_live, _pack(total, token), _NONE)
+    packed = tl.where(is_live, pack(total, token), NO_CANDIDATE)
     tl.store(packed_ptr + row * tl.num_programs(0) + tl.program_id(0), tl.max(packed, axis=0))
     if KEEPS_ALL:
         inside = n < num_members + NUM_SPECIAL
@@ -352,12 +379,12 @@ def _best_token_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    best = tl.full([BLOCK], _NONE, tl.int64)
+    best = tl.full([BLOCK], NO_CANDIDATE, tl.int64)
     for start in range(0, num_programs, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        best = tl.maximum(best, tl.load(packed_ptr + row * num_programs + i, mask=i < num_programs, other=_NONE))
+        best = tl.maximum(best, tl.load(packed_ptr + row * num_programs + i, mask=i < num_programs, other=NO_CANDIDATE))
     winner = tl.max(best, axis=0)
-    tl.store(out_ptr + row, tl.where(winner == _NONE, 0, _unpack_token(winner)))
+    tl.store(out_ptr + row, tl.where(winner == NO_CANDIDATE, 0, _unpack_token(winner)))
 
 
 def best_token(*, packed: torch.Tensor, out: torch.Tensor) -> None:
@@ -392,11 +419,11 @@ def _chunk_best_kernel(
     total = tl.sum(tl.where(is_live, tl.exp(score - tl.where(highest > float("-inf"), highest, 0.0)), 0.0), axis=0)
     tl.store(sums_ptr + chunk * 2, highest)
     tl.store(sums_ptr + chunk * 2 + 1, total)
-    packed = tl.where(is_live, _pack(score, token), _NONE)
+    packed = tl.where(is_live, pack(score, token), NO_CANDIDATE)
     for rank in range(K):
         best = tl.max(packed, axis=0)
         tl.store(best_ptr + chunk * K + rank, best)
-        packed = tl.where(packed == best, _NONE, packed)
+        packed = tl.where(packed == best, NO_CANDIDATE, packed)
 
 
 @triton.jit
@@ -412,7 +439,7 @@ def _top_tokens_kernel(
 ):
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
-    packed = tl.load(best_ptr + row * num_chunks * K + i, mask=i < num_chunks * K, other=_NONE)
+    packed = tl.load(best_ptr + row * num_chunks * K + i, mask=i < num_chunks * K, other=NO_CANDIDATE)
     chunk = tl.arange(0, BLOCK_CHUNKS)
     sums = sums_ptr + (row * num_chunks + chunk) * 2
     highest = tl.load(sums, mask=chunk < num_chunks, other=float("-inf"))
@@ -423,11 +450,11 @@ def _top_tokens_kernel(
     log_sum = tl.log(tl.where(share > 0, share, 1.0)) + maximum
     for rank in range(K):
         best = tl.max(packed, axis=0)
-        is_none = best == _NONE
+        is_none = best == NO_CANDIDATE
         tl.store(tokens_ptr + row * K + rank, tl.where(is_none, 0, _unpack_token(best)))
         log_prob = tl.where(is_none, float("-inf"), _unpack_score(best) - log_sum)
         tl.store(log_probs_ptr + row * K + rank, log_prob)
-        packed = tl.where(packed == best, _NONE, packed)
+        packed = tl.where(packed == best, NO_CANDIDATE, packed)
 
 
 def top_tokens(*, buffers: Buffers, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:

@@ -34,7 +34,7 @@ def answer_states(
 
     hook = model.get_output_embeddings().register_forward_pre_hook(note)
     for done, prompt in enumerate(prompts, 1):
-        inputs = _render(tokenizer, prompt).to(device)
+        inputs = render(tokenizer, prompt).to(device)
         with torch.no_grad():
             model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
         if progress is not None:
@@ -43,7 +43,8 @@ def answer_states(
     return torch.stack(states)
 
 
-def _render(tokenizer: Any, prompt: str) -> Any:
+def render(tokenizer: Any, prompt: str) -> Any:
+    """The tokens of a user message in the model's chat format, where it has one."""
     if tokenizer.chat_template is None:
         return tokenizer(prompt, return_tensors="pt")
     message = [{"role": "user", "content": prompt}]

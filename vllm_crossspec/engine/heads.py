@@ -1,0 +1,199 @@
+"""The output layer of a drafter: how its last states become draft tokens.
+
+Every proposer asks a head and makes no logits itself. :class:`DenseHead` is the checkpoint's own output layer;
+:class:`RetrievalHead` scores the tokens of a few clusters of it (FlashHead). Heads are the drafter's alone: nothing
+here is ever the target's.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from vllm_crossspec.engine.noise import add_candidate_noise, add_target_noise
+from vllm_crossspec.heads.flashhead.check import check_fingerprint, head_assets
+from vllm_crossspec.heads.flashhead.head import FlashHead
+from vllm_crossspec.types import DraftSettings
+
+
+class TargetKeys(NamedTuple):
+    """What the target's sampler keys its noise by, for the tokens that are being drafted.
+
+    Attributes:
+        idx_mapping: int [rows / n] slot of every n consecutive rows; negative entries are padding.
+        positions: int64 [rows] position of the token before the drafted one.
+        temperature, seeds: [S] of every slot.
+        use_fp64: whether the target samples with float64 noise.
+    """
+
+    idx_mapping: torch.Tensor
+    positions: torch.Tensor
+    temperature: torch.Tensor
+    seeds: torch.Tensor
+    use_fp64: bool
+
+
+class DraftHead(ABC):
+    """From states to draft tokens; a CUDA graph can hold every call.
+
+    Attributes:
+        offsets: int64 [draft vocabulary] target id minus draft id; None where they are the same.
+    """
+
+    offsets: torch.Tensor | None
+
+    @abstractmethod
+    def choose(self, hidden: torch.Tensor, keys: TargetKeys | None) -> torch.Tensor:
+        """First choices.
+
+        Args:
+            hidden: [rows, H] final states of the drafter.
+            keys: None for drafts that do not look at the target's noise.
+
+        Returns:
+            int64 [rows] ids of the target's vocabulary.
+        """
+
+    @abstractmethod
+    def candidates(self, hidden: torch.Tensor, keys: TargetKeys | None, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The likeliest tokens of every row, for trees.
+
+        Args:
+            hidden: [rows, H] final states of the drafter.
+            keys: None for drafts that do not look at the target's noise.
+            k: how many; where the draft vocabulary has fewer, all of it.
+
+        Returns:
+            float32 [rows, k] log-probabilities, falling, and int64 [rows, k] ids of the target's vocabulary.
+        """
+
+    def to_target(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 ids of the target's vocabulary, of draft ids of any shape."""
+        return ids if self.offsets is None else ids + self.offsets[ids]
+
+
+class DenseHead(DraftHead):
+    """The whole output layer.
+
+    The arg-max is taken in the drafter's own vocabulary and only the winner is mapped; ``d2t`` is ascending, so the
+    winner, ties included, is the one that scattering all logits into the target's vocabulary would give.
+
+    Args:
+        logits: from states [rows, H] to logits [rows, draft vocabulary].
+        offsets: int64 [draft vocabulary] target id minus draft id; None where they are the same.
+    """
+
+    def __init__(self, logits: Callable[[torch.Tensor], torch.Tensor], offsets: torch.Tensor | None):
+        self.logits, self.offsets = logits, offsets
+
+    def choose(self, hidden: torch.Tensor, keys: TargetKeys | None) -> torch.Tensor:
+        """See the base class."""
+        return self.to_target(ranked_logits(self.logits(hidden), keys, self.offsets).argmax(dim=-1))
+
+    def candidates(self, hidden: torch.Tensor, keys: TargetKeys | None, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See the base class."""
+        logits = ranked_logits(self.logits(hidden), keys, self.offsets)
+        top, ids = logits.topk(min(k, logits.shape[-1]), dim=-1)
+        return top.float() - logits.float().logsumexp(dim=-1, keepdim=True), self.to_target(ids)
+
+
+class RetrievalHead(DraftHead):
+    """FlashHead: the tokens of the clusters that come nearest, and no others (Tranheden et al. 2026).
+
+    Log-probabilities are over the tokens that were scored. Results lie in the head's buffers until its next call.
+
+    Args:
+        head: over the drafter's output embedding.
+        offsets: int64 [draft vocabulary] target id minus draft id; None where they are the same.
+    """
+
+    def __init__(self, head: FlashHead, offsets: torch.Tensor | None):
+        self.head, self.offsets = head, offsets
+
+    def choose(self, hidden: torch.Tensor, keys: TargetKeys | None) -> torch.Tensor:
+        """See the base class."""
+        return self.to_target(self.head.best_token(hidden, self._noise(keys)))
+
+    def candidates(self, hidden: torch.Tensor, keys: TargetKeys | None, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See the base class; 0 and -inf where fewer tokens than ``k`` were scored."""
+        found = self.head.top_tokens(hidden, self._noise(keys))
+        return found.log_probs[:, :k], self.to_target(found.tokens[:, :k])
+
+    def _noise(self, keys: TargetKeys | None) -> Callable[..., None] | None:
+        if keys is None:
+            return None
+
+        def add(scores: torch.Tensor, tokens: torch.Tensor, packed: torch.Tensor | None) -> None:
+            add_candidate_noise(scores, tokens, packed, offsets=self.offsets, **keys._asdict())
+
+        return add
+
+
+def ranked_logits(logits: torch.Tensor, keys: TargetKeys | None, offsets: torch.Tensor | None) -> torch.Tensor:
+    """The logits by which a drafter chooses: its own, or coupled with the target's noise.
+
+    Args:
+        logits: [rows, vocabulary] of the drafter.
+        keys: None for drafts that do not look at the noise.
+        offsets: int64 [vocabulary] target id minus draft id; None where they are the same.
+    """
+    return logits if keys is None else add_target_noise(logits, offsets=offsets, **keys._asdict())
+
+
+def make_head(
+    model: nn.Module, drafts: DraftSettings, *, max_rows: int, folder: str, has_weights: bool = True
+) -> DraftHead:
+    """The output layer that the settings ask for, of a loaded drafter.
+
+    Args:
+        model: the drafter's, with ``lm_head`` and ``logits_processor``, its own or the target's.
+        drafts: ``head`` and ``top_k`` are read.
+        max_rows: most rows of one call.
+        folder: the drafter's own, which may hold the clusters.
+        has_weights: False where weights are made up, so that no clusters can be theirs.
+
+    Raises:
+        ValueError: one sentence: the clusters are not of this output embedding, or it cannot be clustered.
+    """
+    offsets = getattr(model, "draft_id_to_target_id", None)
+    if drafts.head is None:
+        return DenseHead(lambda hidden: model.logits_processor(model.lm_head, hidden), offsets)
+    key = "speculative_config: head"
+    weight = output_embedding(model, key)
+    assets = head_assets(drafts.head, folder, f"{key}.model")
+    if has_weights:
+        check_fingerprint(assets, weight, f"{key}.model")
+    dtype = drafts.head.centroid_dtype
+    top_k = min(drafts.top_k or 0, len(weight))
+    head = FlashHead(
+        weight,
+        assets,
+        num_probes=drafts.head.num_probes,
+        margin=drafts.head.margin,
+        max_rows=max_rows,
+        top_k=top_k,
+        is_coupled=drafts.is_coupled,
+        grouped=drafts.head.grouped,
+        centroid_dtype=None if dtype is None else getattr(torch, dtype),
+    )
+    return RetrievalHead(head, offsets)
+
+
+def output_embedding(model: Any, key: str) -> torch.Tensor:
+    """[draft vocabulary, H] of a loaded drafter, as it is on the device: a view, without vLLM's padding rows.
+
+    Raises:
+        ValueError: one sentence: it is sharded, quantised, or its logits are more than products.
+    """
+    layer, processor = model.lm_head, model.logits_processor
+    if getattr(layer, "tp_size", 1) > 1:
+        raise ValueError(f"{key}: this output layer is sharded over {layer.tp_size} ranks; leave out head")
+    weight = getattr(layer, "weight", None)
+    if weight is None or weight.ndim != 2 or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{key}: this drafter's output layer is quantised; leave out head, or use other weights")
+    if getattr(layer, "bias", None) is not None or processor.scale != 1.0 or processor.soft_cap is not None:
+        raise ValueError(f"{key}: this drafter's logits are scaled, capped or have a bias; leave out head")
+    whole: torch.Tensor = weight.detach()[: processor.org_vocab_size]
+    return whole
