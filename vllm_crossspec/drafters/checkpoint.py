@@ -88,7 +88,8 @@ def check_weight_files(folder: Path, key: str) -> None:
 
 
 def _check_fits(facts: DrafterFacts, key: str, target: TargetFacts) -> None:
-    if facts.target_hidden_size != target.hidden_size:
+    reads_states = facts.target_hidden_size is not None
+    if reads_states and facts.target_hidden_size != target.hidden_size:
         raise ValueError(
             f"{key}: this drafter reads states of width {facts.target_hidden_size}, but {target.name} has hidden "
             f"size {target.hidden_size}; it was trained for another target"
@@ -103,7 +104,7 @@ def _check_fits(facts: DrafterFacts, key: str, target: TargetFacts) -> None:
             f"{key}: draft_vocab_size {facts.draft_vocab_size} is larger than the vocabulary ({facts.vocab_size})"
         )
     bad = [layer for layer in facts.target_layers if not 0 <= layer <= target.num_layers]
-    if bad or not facts.target_layers:
+    if bad or (reads_states and not facts.target_layers):
         raise ValueError(
             f"{key}: this drafter taps target layers {list(facts.target_layers)}, but {target.name} has "
             f"{target.num_layers}; it was trained for another target"

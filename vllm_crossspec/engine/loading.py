@@ -42,3 +42,32 @@ def load_drafter(target_model: nn.Module, vllm_config: VllmConfig, name: str, ta
     if head is not None and not keeps_own and _should_share(model, "has_own_lm_head", own_head, head):
         model.lm_head = head
     return model
+
+
+def standalone_config(vllm_config: VllmConfig) -> VllmConfig:
+    """The engine's config as a draft model sees it that stands on its own: its own sizes and quantisation.
+
+    Args:
+        vllm_config: whose ``speculative_config`` is this drafter's.
+    """
+    speculative = vllm_config.speculative_config
+    assert speculative is not None
+    overlaid = speculative.apply_draft_overrides(vllm_config)
+    return replace(
+        overlaid,
+        model_config=speculative.draft_model_config,
+        quant_config=None,
+        load_config=get_pp_safe_draft_load_config(get_draft_load_config(vllm_config)),
+        parallel_config=replace(speculative.draft_parallel_config, rank=vllm_config.parallel_config.rank),
+    )
+
+
+def load_language_model(draft_config: VllmConfig, name: str) -> nn.Module:
+    """Load a draft model that shares nothing with the target, under a layer prefix of its own.
+
+    Args:
+        draft_config: of :func:`standalone_config`.
+        name: of the drafter.
+    """
+    with set_model_tag("draft_model"):
+        return get_model(vllm_config=draft_config, model_config=draft_config.model_config, prefix=f"drafter_{name}")

@@ -1,0 +1,339 @@
+"""A small language model of its own as a proposer: K forwards a round, of two rows a request and then of one each."""
+
+from typing import Any
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
+    TargetDependentARSpeculator,
+    prepare_decode_inputs,
+)
+
+from vllm_crossspec.drafters.draft_model.inputs import NUM_ROWS, PairRows, prepare_pairs
+from vllm_crossspec.engine.loading import load_language_model, standalone_config
+from vllm_crossspec.engine.proposers.base import Proposer
+from vllm_crossspec.engine.row_graphs import RowGraphManager
+from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
+
+
+class DraftModelProposer(TargetDependentARSpeculator, Proposer):
+    """A chain of K tokens from a model that reads the text alone (FlashHead for drafters, Ma and Wang 2026, section 3).
+
+    At the start of a round its cache holds the text up to the last accepted token, that one not always included, for a
+    round's last draft is never fed. So the first pass takes two rows a request, that token and the bonus token, and
+    no row that was rejected; the second row gives draft 1. Prompts are taken in before it, over the target's rows.
+    vLLM's own class for such models runs the first pass over all of the target's rows, and nothing in CUDA graphs.
+    """
+
+    # vLLM's dummy rounds leave room for so many rows a request.
+    num_query_per_req = NUM_ROWS
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
+        super().__init__(vllm_config, device)
+        self.name, self.drafts = name, drafts
+        # vLLM's drafters hand states on from step to step, one row a request; this one's own are of no use.
+        self.hidden_states = self.hidden_states[: self.max_num_reqs].clone()
+        self.nothing_rejected = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
+        self.draft_config = vllm_config
+
+    # -- loading ----------------------------------------------------------------------------------------------
+
+    def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
+        """The model, under a layer prefix of its own; it shares nothing with the target."""
+        self.draft_config = standalone_config(self.vllm_config)
+        return load_language_model(self.draft_config, self.name)
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """The model, then its output layer."""
+        super().load_model(target_model)
+        self.load_head()
+
+    @property
+    def attn_vllm_config(self) -> VllmConfig:
+        """What the builders of its attention metadata read heads and sizes from."""
+        return self.draft_config
+
+    # -- CUDA graphs ------------------------------------------------------------------------------------------
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """As vLLM's, but the first pass is over two rows a request."""
+        super().init_cudagraph_manager(cudagraph_mode)
+        self.prefill_cudagraph_manager = RowGraphManager(self, cudagraph_mode, NUM_ROWS, self._prepare_first_pass)
+
+    # -- the round --------------------------------------------------------------------------------------------
+
+    def propose_step(self, step: StepInputs) -> Candidates:
+        """Draft K tokens a request, or as many as the engine will verify."""
+        num_drafts = step.options.get("num_speculative_tokens")
+        self._round(step, self.num_speculative_steps if num_drafts is None else num_drafts)
+        return Candidates(tokens=self.draft_tokens[: step.batch.num_reqs])
+
+    def catch_up(self, step: StepInputs) -> None:
+        """Everything but the drafting: prompts and the first pass, which leave the whole text in the cache."""
+        self._round(step, 1)
+
+    def write_context(
+        self, features: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, kv_slots: list[torch.Tensor]
+    ) -> None:
+        """Not offered: keys of a second layer need the first's attention, and so this kind drafts alone."""
+        raise NotImplementedError("a draft model takes tokens in by whole forward passes")
+
+    @torch.inference_mode()
+    def _round(self, step: StepInputs, num_drafts: int) -> None:
+        """Prompts, the first pass, and the passes that follow it; no sync."""
+        batch, options = step.batch, step.options
+        has_cache = not options.get("skip_attn_for_dummy_run", False)
+        is_dummy = options.get("dummy_run", False)
+        # Padded to a graph of the target's, a dummy batch may have more requests than rows find room for.
+        num_reqs = min(batch.num_reqs, self.max_num_tokens // NUM_ROWS) if is_dummy else batch.num_reqs
+        longest = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())
+        self.draft_max_seq_len = min(longest + self.num_speculative_steps, self.max_model_len)
+        if options.get("is_profile", False) or (not is_dummy and _has_prompt_rows(batch)):
+            self._take_target_rows(step, has_cache)
+        self._first_pass(step, num_reqs, has_cache)
+        if num_drafts > 1:
+            self._other_passes(step, num_reqs, has_cache, num_drafts)
+
+    def _take_target_rows(self, step: StepInputs, has_cache: bool) -> None:
+        """Keys and values of the tokens that the target computed, at the slots that it computed them for.
+
+        Rows of rejected drafts among them write what later passes overwrite before they read it.
+        """
+        batch = step.batch
+        num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
+        metadata = slots = None
+        if has_cache:
+            tables = self.block_tables
+            metadata = build_attn_metadata(
+                attn_groups=self.attn_groups,
+                num_reqs=num_reqs,
+                num_tokens=num_tokens,
+                query_start_loc_gpu=batch.query_start_loc[: num_reqs + 1],
+                query_start_loc_cpu=torch.from_numpy(batch.query_start_loc_np[: num_reqs + 1]),
+                max_query_len=int(batch.num_scheduled_tokens.max()),
+                seq_lens=batch.seq_lens[:num_reqs],
+                max_seq_len=int(batch.seq_lens_cpu_upper_bound[:num_reqs].max()),
+                block_tables=[table[:num_reqs] for table in tables.input_block_tables],
+                slot_mappings=tables.slot_mappings[:, :num_tokens],
+                kv_cache_config=self.kv_cache_config,
+                seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound[:num_reqs],
+                positions=batch.positions[:num_tokens],
+                is_prefilling=torch.from_numpy(batch.is_prefilling_np),
+            )
+            slots = build_slot_mappings_by_layer(tables.slot_mappings[:, :num_tokens], self.kv_cache_config)
+        sync = step.options.get("dp_sync_state")
+        # Ranks need not agree: only those run this pass that have prompts, and its layers do not speak to each other.
+        across_dp = torch.full_like(sync.num_tokens_across_dp, num_tokens) if sync is not None else None
+        self._prepare_eplb_forward(num_tokens)
+        self._forward(batch.input_ids[:num_tokens], batch.positions[:num_tokens], metadata, slots, across_dp)
+
+    def _first_pass(self, step: StepInputs, num_reqs: int, has_cache: bool) -> None:
+        """Two rows a request, by a captured graph where there is one; draft 1."""
+        self._fill_rows(step, num_reqs)
+        manager = self.prefill_cudagraph_manager
+        desc, across_dp = self._dispatch(manager, num_reqs, NUM_ROWS, step)
+        in_graph = desc.cg_mode == CUDAGraphMode.FULL
+        metadata = slots = None
+        if has_cache and not (in_graph and self.supports_decode_metadata_update):
+            metadata = self._build_uniform_attn_metadata(
+                batch_desc=desc,
+                num_reqs=num_reqs,
+                num_query_per_req=NUM_ROWS,
+                seq_lens_cpu_upper_bound=step.batch.seq_lens_cpu_upper_bound,
+                step=1,
+            )
+            slots = build_slot_mappings_by_layer(
+                self.block_tables.slot_mappings[:, : desc.num_tokens], self.kv_cache_config
+            )
+        self._prepare_eplb_forward(num_reqs * NUM_ROWS)
+        if in_graph:
+            assert manager is not None
+            self._map_block_tables()
+            manager.run_fullgraph(desc)
+            return
+        if has_cache:
+            self._prepare_first_pass(num_reqs, metadata)
+        self._prefill(num_reqs, desc.num_tokens, metadata, slots, across_dp)
+
+    def _fill_rows(self, step: StepInputs, num_reqs: int) -> None:
+        batch, buffers = step.batch, self.input_buffers
+        prepare_pairs(
+            input_ids=batch.input_ids,
+            positions=batch.positions,
+            query_start_loc=batch.query_start_loc,
+            idx_mapping=batch.idx_mapping[:num_reqs],
+            num_sampled=step.num_sampled,
+            num_rejected=step.num_rejected,
+            last_sampled=step.last_sampled,
+            temperature=step.temperature,
+            seeds=step.seeds,
+            max_model_len=self.max_model_len,
+            # The slots that a dummy batch names may be others' by now.
+            writes=not step.options.get("dummy_run", False),
+            out=PairRows(
+                input_ids=buffers.input_ids,
+                positions=buffers.positions,
+                query_start_loc=buffers.query_start_loc,
+                seq_lens=buffers.seq_lens,
+                bonus_positions=self.sample_src_positions,
+                request_slots=self.idx_mapping,
+                temperature=self.temperature,
+                seeds=self.seeds,
+            ),
+        )
+
+    def _prepare_first_pass(self, num_reqs: int, attn_metadata: dict[str, Any] | None) -> None:
+        """Cache slots of the two rows, and what attention wants to know of them; a graph holds this."""
+        rows, buffers = num_reqs * NUM_ROWS, self.input_buffers
+        self.block_tables.compute_slot_mappings(
+            self.idx_mapping[:num_reqs], buffers.query_start_loc[: num_reqs + 1], buffers.positions[:rows], rows
+        )
+        if attn_metadata is not None and self.supports_decode_metadata_update:
+            self._update_draft_decode_metadata(attn_metadata, num_reqs)
+
+    def _map_block_tables(self) -> None:
+        """Block tables in the size of the kernels' blocks, where that is another: graphs read them there."""
+        if not self.supports_decode_metadata_update:
+            return
+        for groups in self.attn_groups:
+            for group in groups:
+                group.map_to_kernel_block_table(self.block_tables.input_block_tables[group.kv_cache_group_id])
+
+    def _prefill(
+        self,
+        num_reqs: int,
+        num_tokens: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        mm_inputs: Any = None,
+    ) -> None:
+        """The first pass's forward, and draft 1 from the second row of every request (vLLM's hook for its graphs)."""
+        states, _ = self._run_model(num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp)
+        positions = self.sample_src_positions[:num_reqs]
+        self.current_draft_step.zero_()
+        self.draft_tokens[:num_reqs, 0] = self.sample_draft(
+            states[1 : num_reqs * NUM_ROWS : NUM_ROWS].contiguous(),
+            positions,
+            self.idx_mapping[:num_reqs],
+            self.temperature,
+            self.seeds,
+            self.current_draft_step,
+            self.draft_logits,
+        )
+        self.input_buffers.positions[:num_reqs] = positions
+
+    def _other_passes(self, step: StepInputs, num_reqs: int, has_cache: bool, num_drafts: int) -> None:
+        """One row a request for each further draft: vLLM's own loop, in one graph or in one a draft."""
+        prepare_decode_inputs(
+            self.draft_tokens[:num_reqs, 0],
+            self.input_buffers.seq_lens,
+            self.nothing_rejected,
+            self.input_buffers,
+            self.sample_src_positions,
+            self.max_model_len,
+            self.max_num_reqs,
+        )
+        desc, across_dp = self._dispatch(self.decode_cudagraph_manager, num_reqs, 1, step)
+        if self.decode_cudagraph_manager is not None:
+            desc = self.decode_cudagraph_manager.specialize_spec_tokens(desc, num_drafts)
+        fused = self.supports_decode_metadata_update
+        decode = self._fused_multi_step_decode if fused else self._multi_step_decode
+        # vLLM counts from the target's rows; the bonus token is one more.
+        lengths = step.batch.seq_lens_cpu_upper_bound + 1
+        decode(num_reqs, not has_cache, desc, across_dp, lengths, num_drafts)
+
+    def _dispatch(
+        self, manager: Any, num_reqs: int, rows_per_req: int, step: StepInputs
+    ) -> tuple[BatchExecutionDescriptor, torch.Tensor | None]:
+        """The graph for a pass, and every data-parallel rank's tokens in it."""
+        sync, num_tokens = step.options.get("dp_sync_state"), num_reqs * rows_per_req
+        if sync is not None:
+            sync, num_tokens = self._build_uniform_batch_dp_sync(sync, num_reqs, rows_per_req)
+        desc, sync = dispatch_cg_and_sync_dp(
+            manager,
+            num_reqs,
+            num_tokens,
+            uniform_token_count=rows_per_req,
+            dp_size=self.dp_size,
+            dp_rank=self.dp_rank,
+            need_eager=step.options.get("is_profile", False),
+            dp_sync_state=sync,
+        )
+        return desc, sync.num_tokens_across_dp if sync is not None else None
+
+    # -- the model --------------------------------------------------------------------------------------------
+
+    def _run_model(
+        self,
+        num_tokens: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        mm_inputs: Any = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """A forward over the first rows of the buffers: states [num_tokens, H], twice (vLLM's protocol)."""
+        ids, positions = self.input_buffers.input_ids[:num_tokens], self.input_buffers.positions[:num_tokens]
+        states = self._forward(ids, positions, attn_metadata, slot_mappings, num_tokens_across_dp)
+        return states, states
+
+    def _forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+    ) -> torch.Tensor:
+        num_tokens = len(token_ids)
+        with set_forward_context(
+            attn_metadata,
+            self.vllm_config,
+            num_tokens=num_tokens,
+            cudagraph_runtime_mode=CUDAGraphMode.NONE,
+            num_tokens_across_dp=num_tokens_across_dp,
+            slot_mapping=slot_mappings,
+            batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
+        ):
+            states: torch.Tensor = self.model(input_ids=token_ids, positions=positions)
+        return states
+
+    def sample_draft(
+        self,
+        hidden_states: torch.Tensor,
+        sample_src_positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        draft_step: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor:
+        """First choices int64 [R], coupled with the target's noise where drafts are to be (arguments are vLLM's)."""
+        arguments = (sample_src_positions, idx_mapping, temperature, seeds)
+        if self.samples_natively(draft_logits):
+            return super().sample_draft(hidden_states, *arguments, draft_step, draft_logits, spec_step_idx)
+        return self.head.choose(hidden_states, self.coupling(idx_mapping, sample_src_positions, temperature, seeds))
+
+
+def _has_prompt_rows(batch: Any) -> bool:
+    """Whether any request computed prompt tokens that the two rows of the first pass would miss.
+
+    Args:
+        batch: vLLM's ``InputBatch`` of a real step.
+    """
+    if not batch.is_prefilling_np.any():
+        return False
+    new = batch.num_scheduled_tokens
+    if batch.num_draft_tokens_per_req is not None:
+        new = new - batch.num_draft_tokens_per_req
+    stays_inside = batch.num_computed_prefill_tokens_np + new < batch.prefill_len_np
+    return bool((batch.is_prefilling_np & ((new > 1) | stays_inside)).any())

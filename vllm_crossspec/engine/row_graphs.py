@@ -1,0 +1,50 @@
+"""CUDA graphs of a drafter's first pass over the same few rows of every request."""
+
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
+
+from vllm_crossspec.engine.proposers.base import without_schedule
+
+
+class RowGraphManager(DFlashCudaGraphManager):
+    """CUDA graphs of a first pass whose attention metadata is the drafter's own.
+
+    vLLM's first pass runs over the target's rows with the target's metadata. This one is called as that is.
+
+    Args:
+        proposer: one of vLLM's autoregressive speculators.
+        cudagraph_mode: of the engine.
+        rows_per_req: of every request.
+        prepare: ``(num_reqs, attn_metadata)``, captured ahead of the pass.
+    """
+
+    def __init__(
+        self,
+        proposer: Any,
+        cudagraph_mode: CUDAGraphMode,
+        rows_per_req: int,
+        prepare: Callable[[int, dict[str, Any] | None], None] | None = None,
+    ):
+        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+        mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
+        super().__init__(without_schedule(proposer.vllm_config), proposer.device, mode, decode_query_len=rows_per_req)
+        self.proposer = proposer
+        self.prepare = prepare or (lambda num_reqs, attn_metadata: None)
+
+    def capture(self, forward_fn: Callable[..., None], *target: Any, progress_bar_desc: str = "") -> None:
+        """Capture vLLM's ``_prefill``; the target's state, buffers and attention groups are not wanted."""
+        own = self.proposer
+        super().capture(
+            forward_fn,
+            own.input_buffers,
+            own.block_tables,
+            own.attn_groups,
+            own.kv_cache_config,
+            own.max_model_len,
+            causal=True,
+            prepare_forward=self.prepare,
+            progress_bar_desc=progress_bar_desc,
+        )
