@@ -5,9 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from shapes import SHAPES, random_router, write_models
+from shapes import SHAPES, random_router, write_clusters, write_models
 from synthetic_ngrams import write_store
 
+from vllm_crossspec.adaptive.calibration import BinFacts, Calibration, TreeShape, identify, write_calibration
+from vllm_crossspec.adaptive.heterospec import GAMMAS, AdaptivePolicy, default_alpha, make_policy
 from vllm_crossspec.router.checkpoint import save_router
 
 METHODS = (
@@ -17,7 +19,10 @@ METHODS = (
     "eagle3",
     "dflash",
     "dart-chain",
+    "draft-model",
+    "flashhead",
     "eagle3-tree",
+    "eagle3-heterospec",
     "dflash-tree",
     "dflash-continuity",
     "dart-nongram",
@@ -33,7 +38,13 @@ ROUTED = ("whiflash-entropy", "whiflash-neural")
 # Trees of parallel drafters that a beam searches; those named here go by n-grams, too.
 SEARCHED = ("dflash-continuity", "dart-nongram", "dart")
 WITH_NGRAMS = ("dflash-continuity", "dart")
-TREES = ("eagle3-tree", "dflash-tree", *SEARCHED, *ROUTED)
+# A draft model of its own, with its dense head and with clusters of it.
+STANDALONE = {"draft-model": "draft_model", "flashhead": "flashhead"}
+SURE = 1e9
+"""A Phi that every tree is below, in nats."""
+# EAGLE-3's tree, sized by request and round.
+ADAPTIVE = "eagle3-heterospec"
+TREES = ("eagle3-tree", ADAPTIVE, "dflash-tree", *SEARCHED, *ROUTED)
 
 
 def speculative_config(method: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any] | None:
@@ -47,10 +58,16 @@ def speculative_config(method: str, models: dict[str, str], options: argparse.Na
         extra = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": options.acceptance}
         ours = {"verification": "rejection"}
     length = {"num_speculative_tokens": options.tokens}
+    if method in STANDALONE:
+        config = {"method": STANDALONE[method], "model": models["draft-model"], "tree": {"type": "chain"}, **length}
+        return config | extra | ours | ({"head": models["clusters"]} if method == "flashhead" else {})
     if method in SEARCHED:
         return _searched_config(method, models, options)
     if method in TREES:
-        return _routed_config(name, models, options) if method in ROUTED else _tree_config(meta, models, options)
+        if method in ROUTED:
+            return _routed_config(name, models, options)
+        adaptive = {"adaptive": models["calibration"]} if method == ADAPTIVE else {}
+        return _tree_config(meta, models, options) | adaptive
     if meta == "whiflash":
         drafters = {kind: {"model": models[kind], **extra} for kind in ("eagle3", "dflash")}
         router = {"policy": "fixed", "drafter": name}
@@ -94,19 +111,49 @@ def query_lengths(method: str, options: argparse.Namespace) -> set[int]:
     """Tokens that a request has in the passes of a round: the target's, the drafter's first, the drafter's others."""
     # One token is what plain decoding and an autoregressive drafter's later passes take.
     lengths = {1, options.tokens + 1}
+    if method in STANDALONE:
+        lengths.add(2)  # the last accepted token and the bonus token
     if method.startswith("dart"):
         lengths.add(options.tokens)  # the last accepted entry is the first of its query rows
     if method in TREES:
         lengths |= {options.nodes + 1, TREE_TOP_K}
+    if method == ADAPTIVE:
+        lengths |= {width + 1 for width in paper_policy(options).widths}
     return lengths
+
+
+def paper_policy(options: argparse.Namespace) -> AdaptivePolicy:
+    """HeteroSpec's own sizes for these trees, every tree being in the surest bin: the most levels, the fewest rows.
+
+    What a drafter with made-up weights is sure of says nothing, so that the bins are not left to it.
+    """
+    thresholds = [SURE + i for i in range(len(GAMMAS))]
+    return make_policy(thresholds=thresholds, num_nodes=options.nodes, alpha=default_alpha(TREE_DEPTH))
+
+
+def write_made_up_calibration(models: dict[str, Path], options: argparse.Namespace) -> None:
+    """The file that makes the engine size its trees by :func:`paper_policy`."""
+    policy = paper_policy(options)
+    calibration = Calibration(
+        thresholds=policy.thresholds,
+        bins=(BinFacts(1.0, 1, 1, 1.0),) * len(policy.widths),
+        gammas=GAMMAS,
+        alpha=default_alpha(TREE_DEPTH),
+        tree=TreeShape(TREE_DEPTH, TREE_TOP_K, options.nodes),
+        target=identify(str(models["target"]), "target"),
+        drafter=identify(str(models["eagle3"]), "eagle3"),
+        made={"made": "up"},
+    )
+    write_calibration(models["calibration"], calibration)
 
 
 def model_folders(options: argparse.Namespace, folder: Path) -> dict[str, str]:
     """Where the models are: those of the user, or dummies below ``folder``.
 
     Returns:
-        The folders ``target``, ``eagle3``, ``dflash``, ``dart`` and ``router``, and the file ``ngram`` of a store,
-        which is made only where one of the methods wants it.
+        The folders ``target``, ``eagle3``, ``dflash``, ``dart``, ``draft-model`` and ``router``, and, made only where
+        one of the methods wants them, the file ``ngram`` of a store, the folder ``clusters`` of a head and the file
+        ``calibration`` of adaptive trees.
     """
     if not options.checkpoints:
         shape = SHAPES[options.shape]
@@ -114,10 +161,18 @@ def model_folders(options: argparse.Namespace, folder: Path) -> dict[str, str]:
         store = folder / "models" / "ngram" / f"{shape.vocab_size}.safetensors"
         if any(method in WITH_NGRAMS for method in options.methods or ()) and not store.is_file():
             write_store(store, shape.vocab_size)
-        found = write_models(folder / "models", shape) | {"ngram": store}
+        clusters = folder / "models" / "clusters"
+        if "flashhead" in (options.methods or ()):
+            write_clusters(clusters, shape)
+        found = write_models(folder / "models", shape) | {"ngram": store, "clusters": clusters}
+        found["calibration"] = folder / "models" / "calibration.json"
+        if ADAPTIVE in (options.methods or ()):
+            write_made_up_calibration(found, options)
         return {name: str(path) for name, path in found.items()}
     hidden_size = json.loads((options.checkpoints / "target" / "config.json").read_text())["hidden_size"]
     save_router(folder / "router", random_router(hidden_size))
-    found = {name: options.checkpoints / name for name in ("target", "eagle3", "dflash", "dart")}
+    found = {name: options.checkpoints / name for name in ("target", "eagle3", "dflash", "dart", "draft-model")}
+    found["clusters"] = options.checkpoints / "flashhead-draft-model"
+    found["calibration"] = options.checkpoints / "heterospec" / "calibration.json"
     found |= {"router": folder / "router", "ngram": options.checkpoints / "ngram" / "store.safetensors"}
     return {name: str(path) for name, path in found.items()}

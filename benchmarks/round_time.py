@@ -59,7 +59,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add(
         "--checkpoints",
         type=Path,
-        help="folder of real models (target, eagle3, dflash, dart, ngram) in place of the shape's dummies",
+        help="folder of real models (target, eagle3, dflash, dart, draft-model, ngram) in place of the shape's dummies",
     )
     add("--gpu-memory", type=float, default=0.6, help="share of the device memory that vLLM may take")
     add("--profile", action="store_true", help="also count the calls of the CUDA runtime by PyTorch's profiler")

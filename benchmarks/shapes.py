@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
+from vllm_crossspec.heads.flashhead.assets import Assets, save_assets
 from vllm_crossspec.router.checkpoint import RouterCheckpoint, RouterFacts, save_router
 
 
@@ -72,10 +73,11 @@ SHAPES = {
     ),
 }
 NUM_DFLASH_TAPS = 5
+CLUSTER_SIZE, NUM_PROBES = 16, 256
 
 
 def write_models(folder: Path, shape: Shape) -> dict[str, Path]:
-    """Write the folders ``target``, ``eagle3``, ``dflash``, ``dart`` and ``router`` below ``folder``.
+    """Write the folders ``target``, ``eagle3``, ``dflash``, ``dart``, ``draft-model`` and ``router`` below ``folder``.
 
     Returns:
         The path of each, by that name.
@@ -85,6 +87,7 @@ def write_models(folder: Path, shape: Shape) -> dict[str, Path]:
         "eagle3": eagle3_config(shape),
         "dflash": dflash_config(shape),
         "dart": dart_config(shape),
+        "draft-model": target_config(draft_model_shape(shape)),
     }
     for name, config in configs.items():
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -93,6 +96,23 @@ def write_models(folder: Path, shape: Shape) -> dict[str, Path]:
         save_file({"unused": torch.zeros(1)}, folder / name / "model.safetensors", metadata={"format": "pt"})
     save_router(folder / "router", random_router(shape.hidden_size))
     return {name: folder / name for name in (*configs, "router")}
+
+
+def draft_model_shape(shape: Shape) -> Shape:
+    """Of the draft model of its own: Qwen3-0.6B's, or two layers where the vocabulary is not Qwen3's."""
+    small = SHAPES["0.6b"]
+    if shape.vocab_size != small.vocab_size:
+        return shape._replace(num_layers=2)
+    return small._replace(num_layers=min(small.num_layers, shape.num_layers))
+
+
+def write_clusters(folder: Path, shape: Shape) -> None:
+    """Made-up clusters of 16 tokens for the draft model's output layer, whose weights are made up, too."""
+    draw, small = torch.Generator().manual_seed(0), draft_model_shape(shape)
+    members = torch.randperm(small.vocab_size, generator=draw).view(-1, CLUSTER_SIZE).sort(dim=1).values
+    centroids = torch.randn(len(members), small.hidden_size, generator=draw).to(torch.bfloat16)
+    num_probes = min(NUM_PROBES, len(members))
+    save_assets(folder, Assets(centroids, members, (small.eos_token_id,), num_probes, facts={"made": "at random"}))
 
 
 def random_router(hidden_size: int) -> RouterCheckpoint:

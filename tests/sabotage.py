@@ -128,18 +128,86 @@ def attend_in_two_passes(worker: Any) -> None:
 
 def foresee_other_noise(worker: Any) -> None:
     """The drafter ranks with the noise of another position than the one that the target samples with."""
-    import vllm_crossspec.engine.proposers.base as module
+    import vllm_crossspec.engine.heads as module
 
     def wrapper(original):
-        def add_target_noise(logits, *, positions, **options):
-            return original(logits, positions=positions + 1, **options)
+        def add_noise(*scores, positions, **options):
+            return original(*scores, positions=positions + 1, **options)
 
-        return add_target_noise
+        return add_noise
 
     _replace(worker, module, "add_target_noise", wrapper)
+    _replace(worker, module, "add_candidate_noise", wrapper)
 
 
 def swap_taps(worker: Any) -> None:
     """The drafter is handed the target's layers in the wrong order."""
     host = worker.model_runner.speculator
     _replace(worker, host, "tap_indices", lambda taps: {name: layers[::-1] for name, layers in taps.items()})
+
+
+# -- FlashHead ----------------------------------------------------------------------------------------------------
+
+
+def _retrieval_proposers(worker: Any) -> list[Any]:
+    """The proposers whose head is a FlashHead."""
+    proposers = worker.model_runner.speculator.proposers.values()
+    found = [p for p in proposers if p.drafts.head is not None]
+    assert found
+    return found
+
+
+def _dense_head(proposer: Any) -> Any:
+    from vllm_crossspec.engine.heads import make_head
+
+    return make_head(proposer.model, proposer.drafts._replace(head=None), max_rows=0, folder="")
+
+
+def use_dense_head(worker: Any) -> None:
+    """Not a break: the checkpoint's own output layer in the place of the FlashHead."""
+    for proposer in _retrieval_proposers(worker):
+        dense = _dense_head(proposer)
+        _replace(worker, proposer, "head", lambda original, dense=dense: dense)
+
+
+def shuffle_clusters(worker: Any) -> None:
+    """Every centroid stands for another cluster."""
+    for proposer in _retrieval_proposers(worker):
+        flash = proposer.head.head
+        _replace(worker, flash, "_centroids", lambda centroids: centroids.roll(len(centroids) // 2, 0).contiguous())
+
+
+def probe_everything(worker: Any) -> None:
+    """Not a break: all clusters are probed, and every answer is compared with the dense head's on the same states."""
+    worker.compared = {"rows": 0, "tokens": 0, "different": 0, "furthest": 0.0}
+    for proposer in _retrieval_proposers(worker):
+        flash, both = proposer.head.head, _Both(proposer.head, _dense_head(proposer), worker.compared)
+        _replace(worker, flash, "num_probes", lambda number, flash=flash: len(flash._centroids))
+        _replace(worker, proposer, "head", lambda own, both=both: both)
+
+
+class _Both:
+    """Answers as one head and compares with another."""
+
+    def __init__(self, own: Any, dense: Any, compared: dict[str, Any]):
+        self.own, self.dense, self.compared = own, dense, compared
+
+    def choose(self, hidden: Any, keys: Any) -> Any:
+        """See DraftHead."""
+        answer = self.own.choose(hidden, keys).clone()
+        self._note(answer, self.dense.choose(hidden, keys))
+        return answer
+
+    def candidates(self, hidden: Any, keys: Any, k: int) -> Any:
+        """See DraftHead."""
+        log_probs, tokens = (part.clone() for part in self.own.candidates(hidden, keys, k))
+        expected_log_probs, expected = self.dense.candidates(hidden, keys, k)
+        self._note(tokens, expected)
+        furthest = (log_probs - expected_log_probs).abs().max().item()
+        self.compared["furthest"] = max(self.compared["furthest"], furthest)
+        return log_probs, tokens
+
+    def _note(self, answer: Any, expected: Any) -> None:
+        self.compared["rows"] += len(answer)
+        self.compared["tokens"] += answer.numel()
+        self.compared["different"] += int((answer != expected).sum())

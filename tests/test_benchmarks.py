@@ -11,8 +11,11 @@ from pathlib import Path
 import pytest
 
 import vllm_crossspec
+from vllm_crossspec.adaptive.heterospec import load_policy
+from vllm_crossspec.config import AdaptiveConfig
 from vllm_crossspec.config_parsing import is_ours, parse
 from vllm_crossspec.drafters.checkpoint import check_drafter
+from vllm_crossspec.heads.flashhead.check import check_head
 from vllm_crossspec.ngram.store import open_store
 from vllm_crossspec.router.checkpoint import check_router
 from vllm_crossspec.types import TargetFacts
@@ -24,7 +27,8 @@ round_time, shapes = import_module("round_time"), import_module("shapes")
 methods, switch_cost = import_module("methods"), import_module("switch_cost")
 tree_kernels, tree_cases = import_module("tree_kernels"), import_module("tree_cases")
 
-MODELS = {name: f"/models/{name}" for name in ("target", "eagle3", "dflash", "dart", "router", "ngram")}
+FOLDERS = ("target", "eagle3", "dflash", "dart", "draft-model", "clusters", "router", "ngram")
+MODELS = {name: f"/models/{name}" for name in FOLDERS}
 POCKET = Path(vllm_crossspec.__file__).parent / "pocket"
 SPREAD = {"median", "p90"}
 
@@ -89,7 +93,7 @@ def test_speculative_configs_are_ours_or_native(method):
     }
     settings = parse(config, native_keys)
     assert settings.verification == "rejection"  # whose sampler the synthetic one is
-    assert settings.active == method.removeprefix("whiflash-").removesuffix("-chain")
+    assert settings.active == method.removeprefix("whiflash-").removesuffix("-chain").replace("-", "_")
     assert all(d.tree.is_chain for d in settings.drafters.values())
     assert len(settings.drafters) == (2 if method.startswith("whiflash-") else 1)
     assert all(d.native["rejection_sample_method"] == "synthetic" for d in settings.drafters.values())
@@ -106,6 +110,34 @@ def test_tree_methods(method, depth, capsys):
     with pytest.raises(SystemExit):
         options("--methods", method, "--acceptance", "3")
     assert "verifies chains only" in capsys.readouterr().err
+
+
+def test_adaptive_trees_are_in_the_surest_bin(tmp_path):
+    chosen = options("--shape", "pocket", "--methods", methods.ADAPTIVE, "--batch-sizes", "1,4")
+    models = methods.model_folders(chosen, tmp_path)
+    config = methods.speculative_config(methods.ADAPTIVE, models, chosen)
+    policy = load_policy(AdaptiveConfig(model=config["adaptive"]), chosen.nodes)
+    assert policy == methods.paper_policy(chosen)
+    assert policy.bin_of(100.0) == 0 and (policy.extensions[0], policy.widths[0]) == (4, 22)
+    assert {23, 40, 61, 10} <= methods.query_lengths(methods.ADAPTIVE, chosen)
+    fixed = methods.speculative_config("eagle3-tree", models, chosen)
+    assert {k: v for k, v in config.items() if k != "adaptive"} == fixed
+
+
+@pytest.mark.parametrize("method", methods.STANDALONE)
+def test_a_draft_model_of_its_own(method, tmp_path):
+    chosen = options("--shape", "pocket", "--methods", method, "--batch-sizes", "1,4", "--tokens", "5")
+    models = methods.model_folders(chosen, tmp_path)
+    facts = TargetFacts("target", 256, 4096, 8)
+    assert check_drafter("draft_model", models["draft-model"], "model", facts).vocab_size == 4096
+    config = round_time.speculative_config(method, models, chosen)
+    (drafter,) = parse(config, {"model", "method"}).drafters.values()
+    assert (drafter.kind, drafter.tree.is_chain) == (methods.STANDALONE[method], True)
+    assert Path(models["clusters"]).exists() is (method == "flashhead")
+    if drafter.head is not None:
+        check_head(drafter, check_drafter("flashhead", drafter.model, "model", facts), "head")
+    sizes = round_time.engine_settings(method, models, chosen)["compilation_config"]["cudagraph_capture_sizes"]
+    assert {1, 2, 4, 6, 8, 24} <= set(sizes)
 
 
 @pytest.mark.parametrize("method", methods.SEARCHED)

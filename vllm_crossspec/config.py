@@ -176,6 +176,12 @@ class DrafterConfig(Settings):
     target_layers: tuple[int, ...] = ()
     native: dict[str, Any] = {}
 
+    @property
+    def max_depth(self) -> int:
+        """Most tokens that it drafts one after another: its depth, and what adaptive trees may grow beyond."""
+        extension = self.adaptive.max_extension if self.adaptive is not None else None
+        return (self.num_speculative_tokens or 0) + (extension or 0)
+
 
 class CrossSpecConfig(Settings):
     """The whole of our settings.
@@ -239,4 +245,4 @@ class CrossSpecConfig(Settings):
     @property
     def max_depth(self) -> int:
         """Most tokens that one round can accept, the bonus token not included."""
-        return max(d.num_speculative_tokens or 0 for d in self.drafters.values())
+        return max(d.max_depth for d in self.drafters.values())

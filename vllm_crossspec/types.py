@@ -9,6 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from vllm_crossspec.config import AdaptiveConfig, HeadConfig, NgramConfig, TreeConfig
 
 
@@ -61,16 +64,36 @@ class TokenTree(NamedTuple):
     sizes: torch.Tensor
 
 
+class Sizing(NamedTuple):
+    """What a drafter whose trees differ in size gave each request of a batch (``adaptive``).
+
+    Attributes:
+        phi: float32 [R] on the device: what the trees were sized by, in nats; NaN for a tree cut short.
+        depths: int32 [R] on the device: levels of each tree.
+        bins: int64 [R] on the host: which bin each tree is in, the surest first.
+        widths: int32 [R] on the host: the most nodes of each tree.
+        extensions: int64 [R] on the host: levels of each tree beyond those of an ordinary one.
+    """
+
+    phi: torch.Tensor
+    depths: torch.Tensor
+    bins: "npt.NDArray[np.int64]"
+    widths: "npt.NDArray[np.int32]"
+    extensions: "npt.NDArray[np.int64]"
+
+
 class Candidates(NamedTuple):
     """A drafter's answer for a round: a chain of every request, or a tree.
 
     Attributes:
         tokens: int64 [R, K] the chain, token ids of the target's vocabulary; None where there is a tree.
         tree: None where there is a chain.
+        sizing: of the trees, where they differ in size; None where they do not.
     """
 
     tokens: torch.Tensor | None = None
     tree: TokenTree | None = None
+    sizing: Sizing | None = None
 
 
 class DraftSettings(NamedTuple):
@@ -124,7 +147,7 @@ class DrafterFacts(NamedTuple):
     """What a drafter's checkpoint says of itself, whichever public format it is in.
 
     Attributes:
-        target_hidden_size: width of the target states that it reads.
+        target_hidden_size: width of the target states that it reads; None where it reads none, and taps no layer.
         vocab_size: of the token ids that it embeds.
         draft_vocab_size: of its own output.
         target_layers: target layers that it taps in vLLM's numbering (0 is the embedding's output, i the output of
@@ -134,7 +157,7 @@ class DrafterFacts(NamedTuple):
         mask_token_id: the id that stands for "to be drafted"; None for an autoregressive drafter.
     """
 
-    target_hidden_size: int
+    target_hidden_size: int | None
     vocab_size: int
     draft_vocab_size: int
     target_layers: tuple[int, ...]

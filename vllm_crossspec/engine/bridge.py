@@ -10,9 +10,14 @@ from vllm.config import SpeculativeConfig
 from vllm.config.speculative import SpeculativeMethod
 
 from vllm_crossspec import config_parsing
+from vllm_crossspec.adaptive.calibration import check_drafter_calibration, known_model
+from vllm_crossspec.adaptive.heterospec import load_policy
 from vllm_crossspec.config import ADDITIONAL_CONFIG_KEY, META_METHODS, CrossSpecConfig, DrafterConfig, TreeConfig
 from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.drafters.checkpoint import check_drafter
+from vllm_crossspec.drafters.draft_model.checkpoint import check_follows
+from vllm_crossspec.heads.flashhead.check import check_head
+from vllm_crossspec.heads.flashhead.head import MAX_TOP_K
 from vllm_crossspec.ngram.store import open_store, tokenizer_hash
 from vllm_crossspec.router.checkpoint import check_router
 from vllm_crossspec.tree.base import tree_kind
@@ -94,10 +99,16 @@ def build(engine_args: Any, target_model_config: Any, target_parallel_config: An
     )
     settings = resolve(settings, target, has_weights=engine_args.load_format != "dummy")
     check_ngram_stores(settings, target, target_model_config)
+    check_calibrations(settings, target_model_config)
+    settings = resolve_extensions(settings)
     settings = resolve_schedules(settings, can_measure=can_measure(target_parallel_config))
     check_target(settings, target_model_config)
     check_router_settings(settings, target)
     configs = drafter_configs(settings, target_model_config, target_parallel_config)
+    for name, config in configs.items():
+        if config.uses_draft_model():
+            path = "speculative_config." + (f"drafters.{name}." if settings.method in META_METHODS else "")
+            check_follows(config, target_model_config, target_parallel_config, path)
     if settings.verification == "match":
         _use_our_worker(target_parallel_config)
     engine_args.additional_config = {
@@ -130,6 +141,32 @@ def check_ngram_stores(settings: CrossSpecConfig, target: TargetFacts, target_mo
             vocab_size=target.vocab_size,
             tokenizer=tokenizer,
         )
+
+
+def check_calibrations(settings: CrossSpecConfig, target_model_config: Any) -> None:
+    """Refuse calibrations of adaptive trees that are damaged, or of another target, drafter or tree.
+
+    Raises:
+        ValueError: one sentence that names the key and the fix.
+    """
+    if not settings.adapts:
+        return
+    target = known_model(str(target_model_config.model), target_model_config.revision)
+    for name, drafter in settings.drafters.items():
+        prefix = f"drafters.{name}." if settings.method in META_METHODS else ""
+        check_drafter_calibration(drafter, target, f"speculative_config.{prefix}adaptive.model")
+
+
+def resolve_extensions(settings: CrossSpecConfig) -> CrossSpecConfig:
+    """Fill in how many levels adaptive trees may grow at most, as their calibrations say."""
+    drafters = {}
+    for name, drafter in settings.drafters.items():
+        if drafter.adaptive is not None:
+            policy = load_policy(drafter.adaptive, drafter.tree.num_nodes or 1)
+            adaptive = drafter.adaptive.model_copy(update={"max_extension": policy.max_extension})
+            drafter = drafter.model_copy(update={"adaptive": adaptive})
+        drafters[name] = drafter
+    return settings.model_copy(update={"drafters": drafters})
 
 
 def check_router_settings(settings: CrossSpecConfig, target: TargetFacts) -> None:
@@ -197,6 +234,7 @@ def resolve(settings: CrossSpecConfig, target: TargetFacts, has_weights: bool = 
         revision = drafter.native.get("revision")
         facts = check_drafter(drafter.kind, drafter.model, path + "model", target, revision, has_weights)
         tree = resolve_tree(drafter)
+        check_head(drafter.model_copy(update={"tree": tree}), facts, path + "head")
         wanted = tree.depth or drafter.num_speculative_tokens or settings.num_speculative_tokens
         limit = facts.max_draft_tokens
         if wanted is not None and limit is not None and wanted > limit:
@@ -232,7 +270,8 @@ def resolve_tree(drafter: DrafterConfig) -> TreeConfig:
         defaults.setdefault("top_k", NGRAM_TOP_K)
     tree = drafter.tree.model_copy(update={**defaults, **given})
     if tree.top_k is None:  # the likeliest prefixes can all end at one position
-        tree = tree.model_copy(update={"top_k": tree.num_nodes})
+        most = 255 if drafter.head is None else MAX_TOP_K
+        tree = tree.model_copy(update={"top_k": min(tree.num_nodes or most, most)})
     return tree
 
 
@@ -344,6 +383,10 @@ def unsupported_features(vllm_config: Any) -> list[str]:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.enable_adaptive_verification:
         found.append("enable_adaptive_verification with vllm_crossspec")
+    if any(d.head is not None for d in settings.drafters.values()) and parallel.tensor_parallel_size > 1:
+        found.append("tensor parallelism with a FlashHead, whose output layer would be sharded (leave out head)")
+    if settings.adapts and parallel.data_parallel_size > 1:
+        found.append("data parallelism with adaptive trees (ranks would draft apart)")
     if settings.routes and parallel.data_parallel_size > 1:
         found.append("data parallelism with several drafters of vllm_crossspec (ranks would draft apart)")
     if len(settings.drafters) > 1 and speculative is not None:

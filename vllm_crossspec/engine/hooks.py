@@ -156,9 +156,18 @@ def _add_worker_methods() -> None:
         stats = getattr(getattr(self.model_runner, "speculator", None), "routing_stats", None)
         return None if stats is None else stats()
 
+    def crossspec_adaptive(self: Any) -> dict[str, Any] | None:
+        """Trees and levels by bin so far (see ``metrics.adaptive``); None where our proposers do not run."""
+        stats = getattr(getattr(self.model_runner, "speculator", None), "adaptive_stats", None)
+        return None if stats is None else stats()
+
     def crossspec_take_records(self: Any) -> list[tuple[list[str], bytes]]:
         """What every drafter drafted since the last call (see ``engine.recorder``); policy "record" only."""
         return self.model_runner.speculator.take_records()
+
+    def crossspec_take_rounds(self: Any) -> list[tuple[list[str], bytes]]:
+        """What became of every tree since the last call (see ``engine.phi_recorder``); adaptive type "record" only."""
+        return self.model_runner.round_recorder.take()
 
     def crossspec_step_costs(self: Any) -> Any:
         """What steps cost by draft tokens and running requests (see ``engine.load``)."""
@@ -166,5 +175,7 @@ def _add_worker_methods() -> None:
 
     WorkerBase.crossspec_stats = crossspec_stats  # type: ignore[attr-defined]
     WorkerBase.crossspec_routing = crossspec_routing  # type: ignore[attr-defined]
+    WorkerBase.crossspec_adaptive = crossspec_adaptive  # type: ignore[attr-defined]
     WorkerBase.crossspec_take_records = crossspec_take_records  # type: ignore[attr-defined]
+    WorkerBase.crossspec_take_rounds = crossspec_take_rounds  # type: ignore[attr-defined]
     WorkerBase.crossspec_step_costs = crossspec_step_costs  # type: ignore[attr-defined]

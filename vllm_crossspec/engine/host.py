@@ -13,12 +13,14 @@ from vllm_crossspec.config import CrossSpecConfig, DrafterConfig
 from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.engine.bridge import drafter_configs, settings_of
 from vllm_crossspec.engine.proposers.base import Proposer, empty_tree, first_rows
+from vllm_crossspec.engine.widths import policies
+from vllm_crossspec.metrics.adaptive import TreeSizeCounters
 from vllm_crossspec.metrics.counters import AcceptanceCounters
 from vllm_crossspec.metrics.export import start_worker_export
 from vllm_crossspec.tree.chain import chain
 from vllm_crossspec.tree.state import CHAIN, TreeState
 from vllm_crossspec.tree.to_chain import to_chain
-from vllm_crossspec.types import Candidates, DraftSettings, StepInputs, TokenTree
+from vllm_crossspec.types import Candidates, DraftSettings, Sizing, StepInputs, TokenTree
 
 # Under vLLM's own logger, so that its settings apply.
 logger = init_logger("vllm.crossspec")
@@ -63,6 +65,7 @@ class ProposerHost(DraftModelSpeculator):
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.padded_tokens = torch.zeros(max_num_reqs, self.num_speculative_steps, dtype=torch.int64, device=device)
         self.counters = AcceptanceCounters(tuple(self.proposers), max_num_reqs, self.num_speculative_steps, device)
+        self.sizes = {name: TreeSizeCounters(policy) for name, policy in policies(settings).items()}
         self.state: TreeState | None = None
         # Several drafters, or trees, change a slot's shape from round to round; one drafter of chains never does.
         self.stores_trees = settings.verification == "match" and (settings.has_trees or len(self.proposers) > 1)
@@ -133,7 +136,8 @@ class ProposerHost(DraftModelSpeculator):
         self.draft_attn_layer_names = set().union(*(p.draft_attn_layer_names for p in self.proposers.values()))
         taps = {name: self.settings.drafters[name].target_layers for name in self.proposers}
         union = tuple(sorted(set().union(*taps.values())))
-        target_model.set_aux_hidden_state_layers(union)
+        if union:
+            target_model.set_aux_hidden_state_layers(union)
         self.tap_indices = {name: [union.index(layer) for layer in layers] for name, layers in taps.items()}
         logger.info(
             "crossspec: drafters %s; target layers tapped %s; %s drafts",
@@ -269,7 +273,7 @@ class ProposerHost(DraftModelSpeculator):
         if tree is None:
             chain(tokens=drafted.tokens, out=self.chains)
             tree = first_rows(self.chains, batch.num_reqs)
-        state = self.state
+        state, sizing = self.state, drafted.sizing
         if state is None:
             return tree.tokens
         # A dummy run compiles the kernel, which the first request for a chain would otherwise wait for.
@@ -277,7 +281,15 @@ class ProposerHost(DraftModelSpeculator):
             self._make_chains(batch, tree)
         if not dummy_run:
             state.store(batch.idx_mapping, tree)
+            self._note_sizing(self.active.name, batch, sizing)
         return tree.tokens
+
+    def _note_sizing(self, name: str, batch: Any, sizing: Sizing | None) -> None:
+        """Keep and count what the trees of ``name`` were given, as far as they differ in size."""
+        assert self.state is not None
+        self.state.note_sizing(batch, sizing, keeps_phi=self.settings.records_trees)
+        if sizing is not None and name in self.sizes:
+            self.sizes[name].count(sizing)
 
     def _make_chains(self, batch: Any, tree: TokenTree) -> None:
         """Narrow the trees of requests that may only have chains, in place."""
@@ -311,16 +323,22 @@ class ProposerHost(DraftModelSpeculator):
             self.counters.reset()  # so far they hold the warm-up's
         return self.counters.snapshot()
 
+    def adaptive_stats(self) -> dict[str, dict[str, Any]]:
+        """Trees and levels by drafter and bin so far; empty where all trees are the same."""
+        return {name: counters.snapshot() for name, counters in self.sizes.items()}
+
     def _start_serving(self) -> None:
         """At the first round of a user's request: forget the warm-up's counts, and begin to publish."""
         self._serving = True
         self.counters.reset()
+        for sizes in self.sizes.values():
+            sizes.reset()
         # Not earlier: a copy in another thread breaks a CUDA graph capture, and the warm-up comes before the capture.
         if self.vllm_config.parallel_config.rank == 0:
             self._start_export()
 
     def _start_export(self) -> None:
-        start_worker_export(self.counters)
+        start_worker_export(self.counters, sizes=self.sizes)
 
 
 def host_class(settings: CrossSpecConfig) -> type[ProposerHost]:

@@ -7,7 +7,7 @@ number of an open file descriptor. Events go there as JSON lines; what vLLM logs
 Events, by their ``event``:
     ready: the engine is up; with what ran (versions, device, whether kernels are interpreted).
     progress: ``num_tokens`` generated since the last one.
-    group: all prompts of one category are done; one record per generation.
+    group: all prompts of one category are done; one record per generation, and the target rows of all their rounds.
     error: ``message`` says in a sentence what the user can mend; the process ends with status 1.
 """
 
@@ -86,14 +86,36 @@ def _run(job: dict[str, Any], emit: Emit) -> None:
     )
     emit("ready", seconds=time.perf_counter() - started, **environment())
     for group, conversations in zip(job["groups"], prompts, strict=True):
+        before = _device_rows(llm)
         started = time.perf_counter()
         generations = _answer(llm, conversations, job["sampling"], emit)
+        seconds = time.perf_counter() - started
         emit(
             "group",
             category=group["category"],
-            seconds=time.perf_counter() - started,
+            seconds=seconds,
+            num_verified_tokens=_verified_tokens(llm, generations, before),
             generations=[generation._asdict() for generation in generations],
         )
+
+
+def _device_rows(llm: Any) -> int | None:
+    """Target rows of all verifications so far, roots included; None where our proposers do not run."""
+    stats = llm.collective_rpc("crossspec_stats")[0]
+    return None if stats is None else sum(s["drafts"] + s["draft_tokens"] for s in stats.values())
+
+
+def _verified_tokens(llm: Any, generations: list[Generation], before: int | None) -> int:
+    """Target rows of the rounds of these generations: what the device counted, or what vLLM's own drafters must need.
+
+    Args:
+        before: of :func:`_device_rows`, taken before them.
+    """
+    after = _device_rows(llm)
+    if after is not None and before is not None:
+        return after - before
+    rows = 1 + (llm.llm_engine.vllm_config.num_speculative_tokens or 0)
+    return rows * sum(generation.num_target_calls - 1 for generation in generations)
 
 
 def start_engine(engine: dict[str, Any]) -> Any:

@@ -353,6 +353,7 @@ class RoutedHost(ProposerHost):
             chain(tokens=candidates.tokens, out=self.chains)
             tree = first_rows(self.chains, len(rows))
         self._keep_tree(batch, tree)
+        self._note_sizing(name, batch, candidates.sizing)
         self.drafts.tokens.index_copy_(0, packed[0], tree.tokens)
         self.counters.mark_drafted(batch.idx_mapping, tuple(self.proposers).index(name))
 
@@ -404,7 +405,7 @@ class RoutedHost(ProposerHost):
         super()._start_serving()
 
     def _start_export(self) -> None:
-        start_worker_export(self.counters, self.routing, self.clock)
+        start_worker_export(self.counters, self.routing, self.clock, self.sizes)
 
     def routing_stats(self) -> dict[str, Any]:
         """Decisions, switches and missed tokens so far."""

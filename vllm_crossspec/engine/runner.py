@@ -21,13 +21,14 @@ from vllm_crossspec.commit.kernels import (
     make_kv_layers,
     restore_rows,
 )
-from vllm_crossspec.engine import load, round_costs
+from vllm_crossspec.engine import load, round_costs, widths
 from vllm_crossspec.engine.attention import base
 from vllm_crossspec.engine.bridge import settings_of
+from vllm_crossspec.engine.phi_recorder import make_recorder
 from vllm_crossspec.engine.requests import draft_mode
 from vllm_crossspec.engine.routing import RoutedHost
 from vllm_crossspec.engine.verifier import MatchVerifier, TreePenalties
-from vllm_crossspec.tree.state import NOTHING, TreeState
+from vllm_crossspec.tree.state import NOTHING, TREE, TreeState
 from vllm_crossspec.verify.rows import prepare_rows
 from vllm_crossspec.verify.walk import last_rows
 
@@ -82,7 +83,9 @@ class MatchRunner:
         self._step_costs: load.StepTable | None = None
         self._kv_layers: KVLayers | None = None
         self._has_drafts = self._chains_only = False
+        self._adapts = settings.adapts
         self._tapped: list[torch.Tensor] = []
+        self.round_recorder = make_recorder(settings, self.tree_state, self.speculator.proposers)
         if self.has_trees:
             base.register()
             base.set_tree_source(self.tree_source)
@@ -145,6 +148,10 @@ class MatchRunner:
         super().initialize_kv_cache(*arguments, **options)  # type: ignore[misc]
         if not self.has_trees:
             return
+        if self._adapts:
+            settings = settings_of(self.vllm_config)
+            assert settings is not None
+            self.cudagraph_manager = widths.target_graphs(self, settings)
         layers = self.compilation_config.static_forward_context
         caches, seen = [], set()
         for group, spec in enumerate(self.kv_cache_config.kv_cache_groups):
@@ -185,6 +192,23 @@ class MatchRunner:
 
     # -- the step ---------------------------------------------------------------------------------------------
 
+    def execute_model(self, scheduler_output: Any, *arguments: Any, dummy_run: bool = False, **options: Any) -> Any:
+        """The step with as many draft rows of each request as its tree has nodes."""
+        if self._adapts and not dummy_run:
+            new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
+            scheduler_output = widths.cut_drafts(
+                scheduler_output, lambda req_id: None if req_id in new else self._width_of(req_id)
+            )
+        return super().execute_model(scheduler_output, *arguments, dummy_run=dummy_run, **options)  # type: ignore[misc]
+
+    def _width_of(self, req_id: str) -> int | None:
+        """Draft nodes of a request's tree; None for one that is new here, or whose drafts follow a chain.
+
+        The grammar of a structured request, made by the scheduler, has a row for each planned draft token.
+        """
+        slot, state = self.req_states.req_id_to_index.get(req_id), self.tree_state
+        return None if slot is None or state.modes[slot] != TREE else int(state.widths[slot])
+
     def add_requests(self, scheduler_output: Any) -> None:
         """Note what each new request lets its drafter do."""
         super().add_requests(scheduler_output)  # type: ignore[misc]
@@ -194,6 +218,7 @@ class MatchRunner:
         for request in scheduler_output.scheduled_new_reqs:
             slot = self.req_states.req_id_to_index[request.req_id]
             state.modes[slot] = draft_mode(request.sampling_params, self._chains_only)
+            state.widths[slot] = state.num_nodes
         if self._routed is not None:
             new = scheduler_output.scheduled_new_reqs
             slots = [self.req_states.req_id_to_index[request.req_id] for request in new]
@@ -250,7 +275,7 @@ class MatchRunner:
             common: vLLM's common attention metadata.
             capturing: whether a CUDA graph of a uniform verification batch is being captured.
         """
-        state = self.tree_state
+        state, max_query_len = self.tree_state, common.max_query_len
         if capturing:
             if common.max_query_len <= 1:
                 return None
@@ -260,8 +285,10 @@ class MatchRunner:
             # Verification requests lead the batch (vLLM sorts it so).
             num_reqs = int((batch.num_draft_tokens_per_req > 0).sum())
             num_tokens = int(batch.query_start_loc_np[num_reqs])
-            if num_reqs == batch.num_reqs:
+            # A graph for several widths takes single rows without drafts, too, and has no other path for them.
+            if num_reqs == batch.num_reqs or (self._adapts and (batch.num_scheduled_tokens[num_reqs:] == 1).all()):
                 num_reqs, num_tokens = common.num_reqs, common.num_actual_tokens
+            max_query_len = widths.captured_query_len(self.cudagraph_manager) or max_query_len
         else:
             return None
         return base.TargetTail(
@@ -269,7 +296,7 @@ class MatchRunner:
             row_mask=state.row_mask,
             num_reqs=num_reqs,
             num_tokens=num_tokens,
-            max_query_len=min(common.max_query_len, state.num_nodes + 1),
+            max_query_len=min(max_query_len, state.num_nodes + 1),
             everything=num_reqs >= common.num_reqs,
         )
 
@@ -286,6 +313,8 @@ class MatchRunner:
         self._sampling = False
         self._observe_logits(input_batch)
         if self.has_trees and self._has_drafts:
+            if self.round_recorder is not None:
+                self.round_recorder.record(input_batch)
             self._commit(hidden_states, input_batch)
         self._has_drafts = False
         return out

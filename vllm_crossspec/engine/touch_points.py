@@ -121,6 +121,49 @@ TOUCH_POINTS = (
     ),
     TouchPoint(
         f"{_GPU}.model_runner",
+        "GPUModelRunner.execute_model",
+        "self scheduler_output intermediate_tensors dummy_run skip_attn_for_dummy_run is_profile context_len "
+        "valid_dummy_state_slots randomize_inputs",
+        "overridden: draft tokens that adaptive trees do not need are taken out of the step",
+    ),
+    TouchPoint(
+        "vllm.v1.core.sched.output",
+        "SchedulerOutput",
+        None,
+        "copied with fewer scheduled_spec_decode_tokens, num_scheduled_tokens and total_num_scheduled_tokens",
+    ),
+    TouchPoint(
+        f"{_GPU}.cudagraph_utils",
+        "CudaGraphManager._init_candidates",
+        "self",
+        "overridden: CUDA graphs of the widths of adaptive trees; sets _candidates and _capture_descs",
+    ),
+    TouchPoint(
+        f"{_GPU}.cudagraph_utils",
+        "CudaGraphManager.dispatch",
+        "self num_reqs num_tokens uniform_token_count num_active_loras max_query_len num_ubatches",
+        "overridden: notes which graph a step replays",
+    ),
+    TouchPoint(
+        f"{_GPU}.cudagraph_utils",
+        "ModelCudaGraphManager.__init__",
+        "self vllm_config device cudagraph_mode decode_query_len lora_capture_cases varlen_decode ubatch_runner",
+        "subclassed: the target's graphs of several widths",
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.target_dependent_ar.cudagraph_utils",
+        "SpeculatorCudaGraphManager",
+        None,
+        "made with the engine's width, and subclassed: graphs of a drafter's first pass",
+    ),
+    TouchPoint(
+        f"{_GPU}.attn_utils",
+        "get_varlen_cudagraph_unsupported_backend",
+        "attn_groups vllm_config max_query_len checked_layer_names",
+        "called: whether a graph may hold requests of several widths",
+    ),
+    TouchPoint(
+        f"{_GPU}.model_runner",
         "GPUModelRunner.prepare_attn",
         "self input_batch",
         "overridden: positions and masks of trees",
@@ -174,6 +217,18 @@ TOUCH_POINTS = (
         "DraftModelSpeculator.sample_draft",
         _SAMPLE_DRAFT,
         "overridden by EAGLE-3",
+    ),
+    TouchPoint(
+        "vllm.model_executor.layers.logits_processor",
+        "LogitsProcessor.__init__",
+        "self vocab_size org_vocab_size scale logits_as_input soft_cap",
+        "read: what a drafter's logits are beside products, before a FlashHead takes its place",
+    ),
+    TouchPoint(
+        "vllm.model_executor.layers.logits_processor",
+        "LogitsProcessor.forward",
+        "self lm_head hidden_states embedding_bias skip_gather",
+        "called: a drafter's logits in its own vocabulary",
     ),
     TouchPoint(
         f"{_GPU}.spec_decode.eagle.speculator",
@@ -288,7 +343,7 @@ TOUCH_POINTS = (
         "DFlashCudaGraphManager.capture",
         "self forward_fn input_buffers block_tables attn_groups kv_cache_config max_model_len causal "
         "prepare_forward progress_bar_desc",
-        "called: captures the growth of draft trees",
+        "called: captures the growth of draft trees, and first passes over a drafter's own rows",
     ),
     TouchPoint("vllm.compilation.cudagraph_pool", "capture_pool", "pool vllm_config", "called: captures catch-ups"),
     TouchPoint("vllm.distributed.parallel_state", "graph_capture", "device", "called: captures catch-ups"),
@@ -298,6 +353,64 @@ TOUCH_POINTS = (
         "last_token_indices current_draft_step input_buffers input_batch num_sampled num_rejected last_sampled "
         "next_prefill_tokens max_num_reqs",
         "called: EAGLE-3's first pass over one row a request",
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.target_dependent_ar.speculator",
+        "prepare_decode_inputs",
+        "draft_tokens target_seq_lens num_rejected input_buffers sample_src_positions max_model_len max_num_reqs "
+        "advance_draft_positions",
+        "called: a draft model's passes over one row a request",
+    ),
+    *(
+        TouchPoint(
+            f"{_GPU}.spec_decode.target_dependent_ar.speculator",
+            f"TargetDependentARSpeculator.{name}",
+            "self num_reqs skip_attn batch_desc num_tokens_across_dp seq_lens_cpu_upper_bound num_speculative_steps",
+            "called: a draft model's passes over one row a request",
+        )
+        for name in ("_multi_step_decode", "_fused_multi_step_decode")
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.target_dependent_ar.speculator",
+        "TargetDependentARSpeculator._prefill",
+        "self num_reqs num_tokens attn_metadata slot_mappings num_tokens_across_dp cudagraph_runtime_mode mm_inputs",
+        "overridden: a draft model's first pass over two rows a request",
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.target_dependent_ar.speculator",
+        "TargetDependentARSpeculator._run_model",
+        "self num_tokens attn_metadata slot_mappings num_tokens_across_dp cudagraph_runtime_mode mm_inputs",
+        "overridden: a draft model reads no states of the target",
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.speculator",
+        "DraftModelSpeculator._update_draft_decode_metadata",
+        "self attn_metadata num_reqs",
+        "called in the CUDA graph of a draft model's first pass",
+    ),
+    TouchPoint(
+        f"{_GPU}.spec_decode.speculator",
+        "DraftModelSpeculator.load_draft_model",
+        "self target_model target_attn_layer_names",
+        "overridden: a draft model of its own",
+    ),
+    TouchPoint(
+        f"{_GPU}.attn_utils",
+        "build_attn_metadata",
+        "attn_groups num_reqs num_tokens query_start_loc_gpu query_start_loc_cpu max_query_len seq_lens max_seq_len "
+        "block_tables slot_mappings kv_cache_config seq_lens_cpu_upper_bound dcp_local_seq_lens "
+        "dcp_local_seq_lens_cpu_upper_bound positions is_prefilling mm_req_doc_ranges model_specific_attn_metadata "
+        "for_cudagraph_capture causal rswa_prefix_lens ubatch_idx fast_prefill req_idx",
+        "called: a draft model takes in prompts over the target's rows",
+    ),
+    TouchPoint(
+        f"{_GPU}.block_table",
+        "BlockTables.compute_slot_mappings",
+        "self idx_mapping query_start_loc positions num_tokens_padded out",
+        "called: where a first pass over a drafter's own rows writes",
+    ),
+    TouchPoint(
+        "vllm.config.speculative", "SpeculativeConfig.uses_draft_model", "self", "called when settings are checked"
     ),
     TouchPoint(
         f"{_GPU}.block_table",

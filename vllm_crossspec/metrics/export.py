@@ -8,10 +8,12 @@ the workers of it through the environment, and adds a collector of that folder t
 import os
 import tempfile
 import threading
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from vllm_crossspec.metrics.adaptive import BY_BIN, TreeSizeCounters
 from vllm_crossspec.metrics.counters import AcceptanceCounters
 from vllm_crossspec.metrics.routing import BACKLOG_EDGES, COUNTS, RoutingCounters
 from vllm_crossspec.metrics.stages import StageClock
@@ -73,17 +75,29 @@ def _make_counters() -> dict[str, Any]:
         )
     }
     help_of["crossspec:router_backlogs"] = ("Switches by missed tokens, up to `le`", [*labels, "le"])
+    help_of |= {
+        f"crossspec:heterospec_{name}": (text, [*labels, "bin"])
+        for name, text in (
+            ("trees", "Trees drafted, by bin of their Phi, the surest first"),
+            ("extra_levels", "Levels of these trees beyond those of an ordinary one"),
+            ("nodes", "Most nodes that these trees were allowed, summed up"),
+        )
+    }
+    help_of["crossspec:heterospec_extra_passes"] = ("Passes of the drafter for levels beyond the ordinary ones", labels)
     help_of["crossspec:round_seconds"] = ("Seconds by stage of the drafting", ["stage"])
     known = REGISTRY._names_to_collectors
     return {name: known.get(name) or Counter(name, text, labels) for name, (text, labels) in help_of.items()}
 
 
 def start_worker_export(
-    counters: AcceptanceCounters, routing: RoutingCounters | None = None, clock: StageClock | None = None
+    counters: AcceptanceCounters,
+    routing: RoutingCounters | None = None,
+    clock: StageClock | None = None,
+    sizes: Mapping[str, TreeSizeCounters] | None = None,
 ) -> None:
     """Publish the counters once a second from a thread of their own; the decoding path does nothing for it."""
     _use_shared_files()
-    arguments = (counters, routing, clock, _make_counters())
+    arguments = (counters, routing, clock, sizes or {}, _make_counters())
     threading.Thread(target=_publish_forever, args=arguments, daemon=True, name="crossspec-metrics").start()
 
 
@@ -91,11 +105,12 @@ def _publish_forever(
     counters: AcceptanceCounters,
     routing: RoutingCounters | None,
     clock: StageClock | None,
+    sizes: Mapping[str, TreeSizeCounters],
     metrics: dict[str, Any],
 ) -> None:
     stream = torch.cuda.Stream(counters.counts.device) if counters.counts.is_cuda else None
     published = torch.zeros_like(counters.counts, device="cpu")
-    pause, routed = threading.Event(), RoutingPublisher(metrics)
+    pause, routed, sized = threading.Event(), RoutingPublisher(metrics), SizesPublisher(metrics)
     while True:
         if stream is None:
             current = counters.counts.clone()
@@ -106,6 +121,7 @@ def _publish_forever(
         published = current
         if routing is not None and clock is not None:
             routed.publish(routing.snapshot()["drafters"], dict(clock.seconds))
+        sized.publish({name: counters_of.snapshot() for name, counters_of in sizes.items()})
         pause.wait(PERIOD_SECONDS)
 
 
@@ -143,3 +159,27 @@ class RoutingPublisher:
         for stage, total in seconds.items():
             self.metrics["crossspec:round_seconds"].labels(stage).inc(total - self._seconds.get(stage, 0.0))
         self._drafters, self._seconds = drafters, seconds
+
+
+class SizesPublisher:
+    """Adds what has come since the last time to the Prometheus counters of adaptive trees.
+
+    Args:
+        metrics: the counters, by name.
+    """
+
+    def __init__(self, metrics: dict[str, Any]):
+        self.metrics = metrics
+        self._before: dict[str, dict[str, Any]] = {}
+
+    def publish(self, drafters: dict[str, dict[str, Any]]) -> None:
+        """Publish totals: ``TreeSizeCounters.snapshot``'s by drafter."""
+        for drafter, totals in drafters.items():
+            before = self._before.get(drafter)
+            for name in BY_BIN:
+                old = before[name] if before else [0] * len(totals[name])
+                for number, (new, was) in enumerate(zip(totals[name], old, strict=True)):
+                    self.metrics[f"crossspec:heterospec_{name}"].labels(drafter, number).inc(new - was)
+            gain = totals["extra_passes"] - (before["extra_passes"] if before else 0)
+            self.metrics["crossspec:heterospec_extra_passes"].labels(drafter).inc(gain)
+        self._before = drafters

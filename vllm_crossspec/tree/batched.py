@@ -10,7 +10,7 @@ import torch
 from vllm_crossspec.ngram.lookup import EPSILON, check_backoff, look_up
 from vllm_crossspec.ngram.store import NgramStore
 from vllm_crossspec.tree.continuity import Scoring
-from vllm_crossspec.tree.dynamic import Beam
+from vllm_crossspec.tree.dynamic import Beam, Grown
 from vllm_crossspec.types import TokenTree
 
 _NEVER = float("-inf")
@@ -40,16 +40,27 @@ def _write(out: TokenTree, tokens: torch.Tensor, parents: torch.Tensor, log_prob
 
 
 def _keep_best(
-    log_probs: torch.Tensor, tokens: torch.Tensor, parents: torch.Tensor, num_nodes: int, out: TokenTree
+    log_probs: torch.Tensor,
+    tokens: torch.Tensor,
+    parents: torch.Tensor,
+    num_nodes: int,
+    out: TokenTree,
+    caps: torch.Tensor | None = None,
 ) -> None:
-    """The best of all candidates [R, n], whose parents are candidates (-1 for the root), as trees."""
+    """The best of all candidates [R, n], whose parents are candidates (-1 for the root), as trees.
+
+    ``caps``, int32 [R], are the most nodes of each tree.
+    """
     order = _falling(log_probs, log_probs.shape[1])
     places = torch.empty_like(order)
     places.scatter_(1, order, torch.arange(order.shape[1], device=order.device).expand_as(order))
     order = order[:, :num_nodes]
     rows = parents.gather(1, order)
     rows = torch.where(rows < 0, 0, places.gather(1, rows.clamp(min=0)) + 1)
-    _write(out, tokens.gather(1, order), rows, log_probs.gather(1, order))
+    kept = log_probs.gather(1, order)
+    if caps is not None:
+        kept = kept.masked_fill(torch.arange(kept.shape[1], device=kept.device) >= caps[:, None], _NEVER)
+    _write(out, tokens.gather(1, order), rows, kept)
 
 
 def best_first(*, log_probs: torch.Tensor, tokens: torch.Tensor, num_nodes: int, out: TokenTree) -> None:
@@ -83,9 +94,11 @@ def best_first(*, log_probs: torch.Tensor, tokens: torch.Tensor, num_nodes: int,
 class DynamicTree:
     """See :class:`vllm_crossspec.tree.dynamic.DynamicTree`."""
 
-    def __init__(self, *, num_nodes: int, depth: int, top_k: int):
+    def __init__(self, *, num_nodes: int, depth: int, top_k: int, max_num_reqs: int, device: torch.device):
         self.num_nodes, self.depth, self.top_k = num_nodes, depth, top_k
         self.mask_words = -(-depth * top_k // _WORD_BITS)
+        self.limits = torch.full((max_num_reqs,), depth, dtype=torch.int32, device=device)
+        self.caps = torch.full((max_num_reqs,), num_nodes, dtype=torch.int32, device=device)
 
     def start(self, log_probs: torch.Tensor, tokens: torch.Tensor) -> Beam:
         """See :meth:`vllm_crossspec.tree.dynamic.DynamicTree.start`."""
@@ -94,29 +107,42 @@ class DynamicTree:
         self._log_probs = torch.empty(num_reqs, 0, device=log_probs.device)
         self._tokens = torch.empty(num_reqs, 0, dtype=torch.int64, device=log_probs.device)
         self._parents = torch.empty(num_reqs, 0, dtype=torch.int64, device=log_probs.device)
-        self._beam = torch.full((num_reqs, 1), -1, dtype=torch.int64, device=log_probs.device)
+        self._chosen = torch.full((num_reqs, 1), -1, dtype=torch.int64, device=log_probs.device)
         self._masks = torch.zeros(num_reqs, 1, self.mask_words, dtype=torch.int32, device=log_probs.device)
+        self._beams: list[Beam] = []
         return self._take(1, log_probs[:, None], tokens[:, None])
 
     def expand(self, level: int, log_probs: torch.Tensor, tokens: torch.Tensor) -> Beam:
         """See :meth:`vllm_crossspec.tree.dynamic.DynamicTree.expand`."""
         return self._take(level, log_probs, tokens)
 
+    def grown(self) -> Grown:
+        """See :meth:`vllm_crossspec.tree.dynamic.DynamicTree.grown`."""
+        parents, log_probs = (torch.stack(part) for part in list(zip(*self._beams, strict=True))[1:3])
+        return Grown(self._log_probs, parents, log_probs)
+
+    def resume(self, num_reqs: int, levels: int) -> Beam:
+        """See :meth:`vllm_crossspec.tree.dynamic.DynamicTree.resume`."""
+        assert (num_reqs, levels) == (len(self._tokens), len(self._beams))
+        return self._beams[-1]
+
     def finish(self, out: TokenTree) -> None:
         """See :meth:`vllm_crossspec.tree.dynamic.DynamicTree.finish`."""
-        _keep_best(self._log_probs, self._tokens, self._parents, self.num_nodes, out)
+        caps = self.caps[: len(self._tokens)]
+        _keep_best(self._log_probs, self._tokens, self._parents, self.num_nodes, out, caps)
 
     def _take(self, level: int, log_probs: torch.Tensor, tokens: torch.Tensor) -> Beam:
         num_reqs, k, first = log_probs.shape[0], self.top_k, self._tokens.shape[1]
         scores = _as_log_prob(log_probs)
         if level > 1:
-            scores = self._log_probs.gather(1, self._beam)[:, :, None] + scores
+            scores = self._log_probs.gather(1, self._chosen)[:, :, None] + scores
+            scores = scores.masked_fill(self.limits[:num_reqs, None, None] < level, _NEVER)
         scores, tokens = scores.reshape(num_reqs, -1), tokens.reshape(num_reqs, -1)
         self._log_probs = torch.cat([self._log_probs, scores], dim=1)
         self._tokens = torch.cat([self._tokens, tokens], dim=1)
-        self._parents = torch.cat([self._parents, self._beam.repeat_interleave(k, dim=1)], dim=1)
+        self._parents = torch.cat([self._parents, self._chosen.repeat_interleave(k, dim=1)], dim=1)
         chosen = _falling(scores, k)
-        self._beam = first + chosen
+        self._chosen = first + chosen
         best, parents = scores.gather(1, chosen), chosen // k
         is_live = best > _NEVER
         parents = parents.masked_fill(~is_live, 0)
@@ -125,7 +151,8 @@ class DynamicTree:
         bits = torch.ones_like(own, dtype=torch.int32) << (own % _WORD_BITS).to(torch.int32)
         self._masks[:, torch.arange(k, device=own.device), own // _WORD_BITS] |= bits
         tokens = tokens.gather(1, chosen).masked_fill(~is_live, 0)
-        return Beam(tokens, parents.to(torch.int32), best, self._masks)
+        self._beams.append(Beam(tokens, parents.to(torch.int32), best, self._masks))
+        return self._beams[-1]
 
 
 class ContinuityTree:

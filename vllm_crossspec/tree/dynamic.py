@@ -62,6 +62,7 @@ def _expand_kernel(
     beam_candidates_ptr,  # int32 [D, S, k], each beam node's own candidate index
     beam_stride,  # S * k
     beam_masks_ptr,  # int32 [D, S, k, W]
+    limits_ptr,  # int32 [S], deepest level of each request
     level,  # from 0
     num_words,
     IS_FIRST: tl.constexpr,
@@ -88,6 +89,8 @@ def _expand_kernel(
     score = _as_log_prob(tl.load(log_probs_ptr + source, mask=is_candidate, other=float("-inf")))
     if not IS_FIRST:
         score += tl.load(beam_log_probs_ptr + before + beam, mask=is_candidate, other=0.0)
+        # Below its own limit a request has no candidates, whatever the rest of the batch still grows.
+        score = tl.where(level < tl.load(limits_ptr + row), score, float("-inf"))
     source = row * tokens_stride_r + beam * tokens_stride_b + c % TOP_K
     token = tl.load(tokens_ptr + source, mask=is_candidate, other=0)
 
@@ -131,8 +134,10 @@ def _rank_kernel(
     order_ptr,  # int32 [S, N], candidate of each place
     order_stride,
     sizes_ptr,  # int32 [R]
+    caps_ptr,  # int32 [S], most nodes of each request
     num_candidates,
     num_nodes,
+    HAS_CAPS: tl.constexpr,
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
 ):
@@ -153,7 +158,10 @@ def _rank_kernel(
     tl.store(ranks_ptr + row * candidates_stride + i, rank, mask=is_live)
     tl.store(order_ptr + row * order_stride + rank, i, mask=is_live & (rank < num_nodes))
     if tl.program_id(1) == 0:
-        tl.store(sizes_ptr + row, tl.minimum(tl.sum(num_live, axis=0), num_nodes))
+        size = tl.minimum(tl.sum(num_live, axis=0), num_nodes)
+        if HAS_CAPS:
+            size = tl.minimum(size, tl.load(caps_ptr + row))
+        tl.store(sizes_ptr + row, size)
 
 
 @triton.jit
@@ -211,6 +219,7 @@ class Pool(NamedTuple):
         beam_candidates: int32 [D, S, w], each beam node's own candidate.
         ranks: int32 [S, C].
         order: int32 [S, N].
+        caps: int32 [S] most nodes of each request's tree; None where all may have N.
     """
 
     log_probs: torch.Tensor
@@ -218,6 +227,7 @@ class Pool(NamedTuple):
     beam_candidates: torch.Tensor
     ranks: torch.Tensor
     order: torch.Tensor
+    caps: torch.Tensor | None = None
 
 
 def keep_best(pool: Pool, num_reqs: int, levels: int, top_k: int, out: TokenTree) -> None:
@@ -244,8 +254,10 @@ def keep_best(pool: Pool, num_reqs: int, levels: int, top_k: int, out: TokenTree
         pool.order,
         pool.order.stride(0),
         out.sizes,
+        pool.ranks if pool.caps is None else pool.caps,
         num_candidates,
         num_nodes,
+        HAS_CAPS=pool.caps is not None,
         BLOCK_I=block,
         BLOCK_J=others,
     )
@@ -272,6 +284,21 @@ def keep_best(pool: Pool, num_reqs: int, levels: int, top_k: int, out: TokenTree
     )
 
 
+class Grown(NamedTuple):
+    """All that a tree was grown from so far, as views of persistent buffers; L levels.
+
+    Attributes:
+        log_probs: float32 [R, C] of every candidate's path: k of level 1, then k * k of every further level, child i
+            of beam node b at b * k + i.
+        beam_parents: int32 [L, R, k] each beam node's parent as an index into the beam before.
+        beam_log_probs: float32 [L, R, k] of each beam node's path; -inf for a dead node.
+    """
+
+    log_probs: torch.Tensor
+    beam_parents: torch.Tensor
+    beam_log_probs: torch.Tensor
+
+
 class DynamicTree:
     """Expand and rerank for a batch; every buffer is made here, so that a CUDA graph can hold all calls.
 
@@ -288,6 +315,10 @@ class DynamicTree:
         top_k: children of a node, and nodes of a level that get children.
         max_num_reqs: S.
         device: of the drafter.
+
+    Attributes:
+        limits: int32 [S] deepest level of each request of the batch; ``depth`` unless someone writes there.
+        caps: int32 [S] most nodes of each request's tree, likewise ``num_nodes``.
     """
 
     def __init__(self, *, num_nodes: int, depth: int, top_k: int, max_num_reqs: int, device: torch.device):
@@ -308,6 +339,8 @@ class DynamicTree:
         self._beam_log_probs = empty(depth, max_num_reqs, top_k, dtype=torch.float32)
         self._beam_candidates = empty(depth, max_num_reqs, top_k)
         self._beam_masks = empty(depth, max_num_reqs, top_k, self.mask_words)
+        self.limits = torch.full((max_num_reqs,), depth, dtype=torch.int32, device=device)
+        self.caps = torch.full((max_num_reqs,), num_nodes, dtype=torch.int32, device=device)
         self._num_reqs, self._levels = 0, 0
 
     def start(self, log_probs: torch.Tensor, tokens: torch.Tensor) -> Beam:
@@ -338,15 +371,29 @@ class DynamicTree:
         assert level == self._levels + 1 <= self.depth and log_probs.shape[0] == self._num_reqs
         return self._take(level, log_probs, tokens)
 
+    def grown(self) -> Grown:
+        """The levels so far."""
+        at = (slice(self._levels), slice(self._num_reqs))
+        return Grown(self._log_probs[: self._num_reqs], self._beam_parents[at], self._beam_log_probs[at])
+
+    def resume(self, num_reqs: int, levels: int) -> Beam:
+        """Go on from what a captured graph has grown, without any launch: the beam of the last of ``levels``."""
+        self._num_reqs, self._levels = num_reqs, levels
+        return self._beam(levels)
+
+    def _beam(self, level: int) -> Beam:
+        at = (level - 1, slice(self._num_reqs))
+        return Beam(self._beam_tokens[at], self._beam_parents[at], self._beam_log_probs[at], self._beam_masks[at])
+
     def finish(self, out: TokenTree) -> None:
-        """Keep the best ``num_nodes`` of all candidates, in falling order.
+        """Keep the best ``num_nodes`` of all candidates (of each request at most its own cap), in falling order.
 
         Args:
             out: its first R rows are written over their whole width >= ``num_nodes``; dead nodes get token 0,
-                parent 0 and log-probability -inf. ``sizes`` is below ``num_nodes`` where there are fewer candidates.
+                parent 0 and log-probability -inf. ``sizes`` is below the cap where there are fewer candidates.
         """
         assert self._levels
-        pool = Pool(self._log_probs, self._tokens, self._beam_candidates, self._ranks, self._order)
+        pool = Pool(self._log_probs, self._tokens, self._beam_candidates, self._ranks, self._order, self.caps)
         keep_best(pool, self._num_reqs, self._levels, self.top_k, out)
         self._levels = 0
 
@@ -370,6 +417,7 @@ class DynamicTree:
             self._beam_candidates,
             self._beam_tokens.stride(0),
             self._beam_masks,
+            self.limits,
             level - 1,
             self.mask_words,
             IS_FIRST=level == 1,
@@ -379,5 +427,4 @@ class DynamicTree:
             BLOCK_W=triton.next_power_of_2(self.mask_words),
         )
         self._levels = level
-        at = (level - 1, slice(self._num_reqs))
-        return Beam(self._beam_tokens[at], self._beam_parents[at], self._beam_log_probs[at], self._beam_masks[at])
+        return self._beam(level)

@@ -1,10 +1,12 @@
 """What the engine remembers of drafts between the round that proposes them and the step that verifies them."""
 
+from typing import Any
+
 import numpy as np
 import torch
 
 from vllm_crossspec.tree.store import store_trees
-from vllm_crossspec.types import TokenTree
+from vllm_crossspec.types import Sizing, TokenTree
 
 TREE, CHAIN, NOTHING = 0, 1, 2
 """What a request lets its drafter draft."""
@@ -26,6 +28,9 @@ class TreeState:
         parents: int32 [S, N] row of each node's parent; chains until trees are stored.
         sizes: int32 [S] live nodes.
         log_probs: float32 [S, N] the drafter's log-probability of each node's path; 0 for chains.
+        phi: float32 [S] HeteroSpec's Phi of each tree as drafted, in nats; NaN where nobody computed it.
+        depths: int32 [S] levels that the tree was grown to; 0 where Phi was not computed.
+        widths: int32 [S] on the host, draft nodes of each slot's next verification; more than those are never live.
         modes: int32 [S] on the host, one of TREE, CHAIN, NOTHING; ``modes_on_device`` is its copy.
         row_mask: int32 [tokens, W] which tail rows each row of the step sees.
         prefix_len, num_live: int32 [S] of the step's requests.
@@ -44,6 +49,9 @@ class TreeState:
         self.parents = torch.arange(num_nodes, dtype=torch.int32, device=device).repeat(max_num_reqs, 1)
         self.sizes = torch.full((max_num_reqs,), num_nodes, dtype=torch.int32, device=device)
         self.log_probs = zeros(max_num_reqs, num_nodes, dtype=torch.float32)
+        self.phi = torch.full((max_num_reqs,), float("nan"), dtype=torch.float32, device=device)
+        self.depths = zeros(max_num_reqs)
+        self.widths = np.full(max_num_reqs, num_nodes, dtype=np.int32)
         self.modes = np.zeros(max_num_reqs, dtype=np.int32)
         self.modes_on_device = zeros(max_num_reqs)
         self.row_mask = zeros(max_num_tokens, self.num_words)
@@ -73,3 +81,16 @@ class TreeState:
             modes=self.modes_on_device,
             nothing=NOTHING,
         )
+
+    def note_sizing(self, batch: Any, sizing: Sizing | None, keeps_phi: bool) -> None:
+        """Keep what the trees just stored were sized by; None for trees that all have the same size.
+
+        Args:
+            batch: vLLM's ``InputBatch`` of the round.
+            sizing: of its trees.
+            keeps_phi: whether anybody will read ``phi`` and ``depths``.
+        """
+        self.widths[batch.idx_mapping_np] = self.num_nodes if sizing is None else sizing.widths
+        if sizing is not None and keeps_phi:
+            self.phi[batch.idx_mapping] = sizing.phi
+            self.depths[batch.idx_mapping] = sizing.depths

@@ -1,9 +1,12 @@
 """EAGLE-3 with draft trees: every level's nodes of all requests in one forward of the drafter."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
@@ -12,22 +15,24 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
+from vllm_crossspec.adaptive.heterospec import AdaptivePolicy, load_policy
+from vllm_crossspec.adaptive.sizer import TreeSizer
 from vllm_crossspec.drafters.eagle3 import batched as batched_levels
 from vllm_crossspec.drafters.eagle3.levels import prepare_growth, prepare_level
 from vllm_crossspec.engine.attention.base import DraftTail
 from vllm_crossspec.engine.proposers.base import (
-    TargetKeys,
     empty_tree,
     first_rows,
     native_arguments,
-    top_candidates,
     without_schedule,
 )
 from vllm_crossspec.engine.proposers.eagle3 import Eagle3Proposer
+from vllm_crossspec.engine.widths import FirstPassWidths
 from vllm_crossspec.tree import batched as batched_tree
-from vllm_crossspec.tree.dynamic import DynamicTree
-from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
+from vllm_crossspec.tree.dynamic import Beam, DynamicTree
+from vllm_crossspec.types import Candidates, DraftSettings, Sizing, StepInputs
 
 
 class Eagle3TreeProposer(Eagle3Proposer):
@@ -37,6 +42,9 @@ class Eagle3TreeProposer(Eagle3Proposer):
     Each further level is one forward over k rows a request, which see the paged cache and, in a scratch of their own,
     their ancestors. Nothing of a tree goes into the paged cache, so it needs no slots there and leaves no traces. All
     levels are one CUDA graph.
+
+    Trees that are sized by request and round (HeteroSpec, section 4.3) are two: one of the ordinary levels, at whose
+    end the host learns the bins, and one of the further levels that the batch's surest request asks for.
     """
 
     drafts_over_trees = True
@@ -46,35 +54,47 @@ class Eagle3TreeProposer(Eagle3Proposer):
         assert drafts.top_k is not None and drafts.tree_nodes is not None
         top_k, max_num_reqs = drafts.top_k, self.max_num_reqs
         self.tree = empty_tree(max_num_reqs, drafts.num_nodes, device)
-        self.builder: DynamicTree | batched_tree.DynamicTree = DynamicTree(
-            num_nodes=drafts.tree_nodes,
-            depth=drafts.depth,
-            top_k=top_k,
-            max_num_reqs=max_num_reqs,
-            device=device,
-        )
+        self.sizer: TreeSizer | None = None
+        self.max_depth = drafts.depth
+        if drafts.adaptive is not None:
+            policy = load_policy(drafts.adaptive, drafts.tree_nodes)
+            self.sizer = TreeSizer(policy, drafts.depth, max_num_reqs, device)
+            self.max_depth += policy.max_extension
+        self._sizes = {
+            "num_nodes": drafts.tree_nodes,
+            "depth": self.max_depth,
+            "top_k": top_k,
+            "max_num_reqs": max_num_reqs,
+            "device": device,
+        }
+        self.builder: DynamicTree | batched_tree.DynamicTree = DynamicTree(**self._sizes)
         self.prepare_level: Callable[..., None] = prepare_level
         max_rows = max_num_reqs * top_k
         self.root_log_probs = torch.zeros(max_num_reqs, top_k, dtype=torch.float32, device=device)
         self.root_tokens = torch.zeros(max_num_reqs, top_k, dtype=torch.int64, device=device)
         self.level_states = torch.zeros(max_rows, self.hidden_size, dtype=self.dtype, device=device)
         self.level_positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.tail_lengths = top_k * torch.arange(1, drafts.depth + 1, dtype=torch.int32, device=device)
+        self.tail_lengths = top_k * torch.arange(1, self.max_depth + 1, dtype=torch.int32, device=device)
+        # The states of the last ordinary level, for the levels beyond it, which another graph holds.
+        kept_rows = max_rows if self.max_depth > drafts.depth else 0
+        self.last_states = torch.zeros(kept_rows, self.hidden_size, dtype=self.dtype, device=device)
         self.scratches: dict[str, torch.Tensor] = {}
         self.level_cudagraph_manager: DFlashCudaGraphManager | None = None
+        self.extension_managers: dict[int, DFlashCudaGraphManager] = {}
 
     def build_in_batches(self) -> bool:
         """See the base class."""
-        tree = self.builder
-        self.builder = batched_tree.DynamicTree(num_nodes=tree.num_nodes, depth=tree.depth, top_k=tree.top_k)
+        self.builder = batched_tree.DynamicTree(**self._sizes)
         self.prepare_level = batched_levels.prepare_level
+        if self.sizer is not None:
+            self.sizer.assess_in_batches()
         return True
 
     def set_attn(self, *arguments: Any, **options: Any) -> None:
         """The attention of the drafter's layers, and a scratch for the trees' keys and values of each."""
         super().set_attn(*arguments, **options)
         layers = self.vllm_config.compilation_config.static_forward_context
-        rows = (self.drafts.depth - 1) * self.builder.top_k
+        rows = (self.max_depth - 1) * self.builder.top_k
         for name in self.draft_attn_layer_names:
             layer = layers[name]
             shape = (self.max_num_reqs, max(rows, 1), 2, layer.num_kv_heads, layer.head_size)
@@ -82,6 +102,11 @@ class Eagle3TreeProposer(Eagle3Proposer):
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         max_rows = self.level_positions.shape[0]
         self.no_slots = torch.full((num_groups, max_rows), PAD_SLOT_ID, dtype=torch.int64, device=self.device)
+
+    @property
+    def head_rows_per_req(self) -> int:
+        """A level's."""
+        return self.builder.top_k
 
     # -- CUDA graphs ------------------------------------------------------------------------------------------
 
@@ -91,31 +116,58 @@ class Eagle3TreeProposer(Eagle3Proposer):
         return 1
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """One graph for all levels, by batch size, beside the first pass's."""
+        """One graph for all levels, by batch size, beside the first pass's; one more for each further depth."""
         super().init_cudagraph_manager(cudagraph_mode)
+        if self.sizer is not None and not self.drafts.from_one_row:
+            self._widen_first_pass(self.sizer.policy)
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-        self.level_cudagraph_manager = DFlashCudaGraphManager(
-            without_schedule(self.vllm_config),
+
+        def manager() -> DFlashCudaGraphManager:
+            return DFlashCudaGraphManager(
+                without_schedule(self.vllm_config),
+                self.device,
+                CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
+                decode_query_len=self.builder.top_k,
+            )
+
+        self.level_cudagraph_manager = manager()
+        extensions = self.sizer.policy.extensions if self.grows_on else ()
+        self.extension_managers = {extension: manager() for extension in sorted(set(extensions))}
+
+    def _widen_first_pass(self, policy: AdaptivePolicy) -> None:
+        """The first pass runs over as many rows as the target verified: graphs for every width."""
+        assert isinstance(self.prefill_cudagraph_manager, SpeculatorCudaGraphManager)
+        self.prefill_cudagraph_manager = FirstPassWidths(
+            self.engine_config,
             self.device,
-            CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
-            decode_query_len=self.builder.top_k,
+            self.prefill_cudagraph_manager.cudagraph_mode,
+            self.drafts.num_nodes + 1,
+            query_lens=tuple(width + 1 for width in policy.widths),
         )
 
     def capture(self) -> None:
         """Capture the first pass and the growth of the trees."""
         super().capture()
         assert self.level_cudagraph_manager is not None
-        self.level_cudagraph_manager.capture(
-            self._grow,
-            self.input_buffers,
-            self.block_tables,
-            self.attn_groups,
-            self.kv_cache_config,
-            self.max_model_len,
-            causal=False,
-            prepare_forward=lambda num_reqs, attn_metadata: None,
-            progress_bar_desc="Capturing draft tree CUDA graphs",
-        )
+        graphs = [(self.level_cudagraph_manager, self._grow)]
+        graphs += [(m, functools.partial(self._extend, extension)) for extension, m in self.extension_managers.items()]
+        for manager, forward in graphs:
+            manager.capture(
+                forward,
+                self.input_buffers,
+                self.block_tables,
+                self.attn_groups,
+                self.kv_cache_config,
+                self.max_model_len,
+                causal=False,
+                prepare_forward=lambda num_reqs, attn_metadata: None,
+                progress_bar_desc="Capturing draft tree CUDA graphs",
+            )
+
+    @property
+    def grows_on(self) -> bool:
+        """Whether the host decides, after the ordinary levels, how a batch goes on."""
+        return self.sizer is not None and self.max_depth > self.drafts.depth
 
     # -- the round --------------------------------------------------------------------------------------------
 
@@ -132,9 +184,8 @@ class Eagle3TreeProposer(Eagle3Proposer):
     ) -> torch.Tensor:
         """The root's candidates, kept for :meth:`_grow`; returns the first of them (arguments are vLLM's)."""
         num_reqs = hidden_states.shape[0]
-        keys = TargetKeys(idx_mapping, sample_src_positions, temperature, seeds, self.use_fp64_gumbel)
-        logits = self.logits_for_ranking(hidden_states, keys)
-        log_probs, tokens = top_candidates(logits, self.builder.top_k, self.offsets)
+        keys = self.coupling(idx_mapping, sample_src_positions, temperature, seeds)
+        log_probs, tokens = self.head.candidates(hidden_states, keys, self.builder.top_k)
         self.root_log_probs[:num_reqs], self.root_tokens[:num_reqs] = log_probs, tokens
         return tokens[:, 0]
 
@@ -143,11 +194,11 @@ class Eagle3TreeProposer(Eagle3Proposer):
         step.options["num_speculative_tokens"] = None
         self.propose(**native_arguments(step))
         num_reqs = step.batch.num_reqs
-        self._grow_batch(step, num_reqs)
-        return Candidates(tree=first_rows(self.tree, num_reqs))
+        sizing = self._grow_batch(step, num_reqs)
+        return Candidates(tree=first_rows(self.tree, num_reqs), sizing=sizing)
 
-    def _grow_batch(self, step: StepInputs, num_reqs: int) -> None:
-        """Grow the batch's trees, by a captured graph where there is one for its size."""
+    def _grow_batch(self, step: StepInputs, num_reqs: int) -> Sizing | None:
+        """Grow the batch's trees, by captured graphs where there are some for its size; what sized them."""
         top_k, options = self.builder.top_k, step.options
         prepare_growth(
             target_seq_lens=step.batch.seq_lens,
@@ -173,12 +224,30 @@ class Eagle3TreeProposer(Eagle3Proposer):
         metadata = None
         if not options.get("skip_attn_for_dummy_run", False):
             metadata = self._level_metadata(desc, num_reqs, step.batch.seq_lens_cpu_upper_bound)
+        across_dp = level_sync.num_tokens_across_dp if level_sync is not None else None
+        arguments = (num_reqs, desc.num_tokens, metadata, None, across_dp)
         if desc.cg_mode == CUDAGraphMode.FULL:
             assert self.level_cudagraph_manager is not None
             self.level_cudagraph_manager.run_fullgraph(desc)
-            return
-        across_dp = level_sync.num_tokens_across_dp if level_sync is not None else None
-        self._grow(num_reqs, desc.num_tokens, metadata, None, across_dp)
+        else:
+            self._grow(*arguments)
+        if self.sizer is None:
+            return None
+        sizing = self.sizer.sizing(self._bins(num_reqs, options), self.builder.limits)
+        if self.grows_on:
+            extension = int(sizing.extensions.max())
+            if desc.cg_mode == CUDAGraphMode.FULL:
+                self.extension_managers[extension].run_fullgraph(desc)
+            else:
+                self._extend(extension, *arguments)
+        return sizing
+
+    def _bins(self, num_reqs: int, options: dict[str, Any]) -> npt.NDArray[np.int64]:
+        """The batch's bins, int64 [R]; dummy batches are in the surest one, whose trees cost most."""
+        assert self.sizer is not None
+        if options.get("dummy_run") or self.sizer.policy.is_flat:
+            return np.zeros(num_reqs, dtype=np.int64)
+        return self.sizer.fetch(num_reqs)
 
     def _level_metadata(
         self, desc: BatchExecutionDescriptor, num_reqs: int, seq_lens_upper_bound: torch.Tensor
@@ -204,11 +273,63 @@ class Eagle3TreeProposer(Eagle3Proposer):
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> None:
-        """All levels from the root's candidates to the finished trees; no sync, so that a graph can hold it."""
-        top_k, tree = self.builder.top_k, self.builder
+        """All ordinary levels from the root's candidates on; no sync, so that a graph can hold it.
+
+        The trees are finished, or, where more levels may follow, assessed.
+        """
+        tree = self.builder
         beam = tree.start(self.root_log_probs[:num_reqs], self.root_tokens[:num_reqs])
-        states = self.hidden_states[:num_reqs]
-        for level in range(1, self.drafts.depth):
+        levels = range(1, self.drafts.depth)
+        states = self._expand(levels, beam, self.hidden_states[:num_reqs], attn_metadata, num_tokens_across_dp)
+        if self.sizer is not None:
+            self.sizer.assess(tree.grown(), tree.limits, tree.caps)
+        if self.grows_on:
+            self.last_states[: states.shape[0]].copy_(states)
+        else:
+            tree.finish(self.tree)
+
+    def _extend(
+        self,
+        extension: int,
+        num_reqs: int,
+        num_rows: int,
+        attn_metadata: dict[str, Any] | None,
+        slot_mappings: dict[str, torch.Tensor] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    ) -> None:
+        """So many levels beyond the ordinary ones, of which each request gets its own share, then the finished trees.
+
+        ``num_rows`` and what follows ``num_tokens_across_dp`` are vLLM's protocol, as in :meth:`_grow`.
+        """
+        depth = self.drafts.depth
+        beam = self.builder.resume(num_reqs, depth)
+        rows = num_reqs * (self.builder.top_k if depth > 1 else 1)
+        levels = range(depth, depth + extension)
+        self._expand(levels, beam, self.last_states[:rows], attn_metadata, num_tokens_across_dp)
+        self.builder.finish(self.tree)
+
+    def _expand(
+        self,
+        levels: range,
+        beam: Beam,
+        states: torch.Tensor,
+        attn_metadata: dict[str, Any] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """One forward of the drafter for each of ``levels``, whose nodes' children are the next level.
+
+        Args:
+            levels: numbers of the levels that are forwarded, from 1.
+            beam: the first of them.
+            states: [R, H] of the roots or [R * k, H] of the level before, as the drafter's next pass reads them.
+            attn_metadata, num_tokens_across_dp: vLLM's.
+
+        Returns:
+            The states of the last level, [R * k, H].
+        """
+        top_k, tree, num_reqs = self.builder.top_k, self.builder, beam.tokens.shape[0]
+        for level in levels:
             self.prepare_level(
                 parent_states=states,
                 beam_parents=beam.parents,
@@ -221,17 +342,13 @@ class Eagle3TreeProposer(Eagle3Proposer):
             self._attach_tails(attn_metadata, level, num_reqs, beam.masks)
             rows = num_reqs * top_k
             out, states = self._forward_level(beam.tokens.reshape(rows), attn_metadata, num_tokens_across_dp)
-            keys = TargetKeys(
-                self.idx_mapping[:num_reqs],
-                self.level_positions[:rows] + 1,
-                self.temperature,
-                self.seeds,
-                self.use_fp64_gumbel,
+            keys = self.coupling(
+                self.idx_mapping[:num_reqs], self.level_positions[:rows] + 1, self.temperature, self.seeds
             )
-            log_probs, tokens = top_candidates(self.logits_for_ranking(out, keys), top_k, self.offsets)
+            log_probs, tokens = self.head.candidates(out, keys, top_k)
             shape = (num_reqs, top_k, top_k)
             beam = tree.expand(level + 1, log_probs.view(shape), tokens.view(shape))
-        tree.finish(self.tree)
+        return states
 
     def _attach_tails(
         self, attn_metadata: dict[str, Any] | None, level: int, num_reqs: int, masks: torch.Tensor

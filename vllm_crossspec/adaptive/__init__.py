@@ -1,0 +1,1 @@
+"""Trees sized by request and round, from what the drafter knows of its own uncertainty."""

@@ -1,0 +1,346 @@
+"""Calibrations on disk: one JSON file with the bins of Phi that HeteroSpec's trees are sized by, and what it is for.
+
+A calibration belongs to one target, one drafter and one tree, since Phi is a sum over the levels of that tree of that
+drafter's entropies (HeteroSpec, section 4.1), and the ranks that the bins are cut by are this target's choices among
+its nodes (section 4.2). Each is written into the file, and :func:`check_calibration` refuses any other.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from vllm_crossspec.adaptive.heterospec import AdaptivePolicy, make_policy
+from vllm_crossspec.config import DrafterConfig
+
+FORMAT_VERSION = 1
+MAX_THRESHOLDS = 7
+"""Of a regression tree of depth 3."""
+REMEDY = "make one with `crossspec calibrate heterospec`"
+
+_VOLATILE_KEYS = ("_name_or_path", "transformers_version")
+"""Of a config.json: they change when a checkpoint is copied or saved again, and the model does not."""
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
+
+
+class TreeShape(NamedTuple):
+    """Sizes of the tree that the bins were found with: levels, children of a node, draft nodes that are verified."""
+
+    depth: int
+    top_k: int
+    num_nodes: int
+
+    def __str__(self) -> str:
+        return f"depth {self.depth}, top_k {self.top_k}, num_nodes {self.num_nodes}"
+
+
+class Identity(NamedTuple):
+    """Which model a file is about, whatever its folder is called.
+
+    Attributes:
+        name: of its folder or repository, for messages only.
+        config: SHA-256 of what its config.json says.
+        weights: SHA-256 of the size and of samples of its weight files; None where they are not in a local folder.
+    """
+
+    name: str
+    config: str
+    weights: str | None
+
+    def is_same(self, other: "Identity") -> bool:
+        """Whether both are the same model, as far as both know their weights."""
+        if self.config != other.config:
+            return False
+        return self.weights is None or other.weights is None or self.weights == other.weights
+
+
+class BinFacts(NamedTuple):
+    """What the calibration saw of one bin.
+
+    Attributes:
+        mean_rank: mean terminal confidence rank of its fully accepted paths.
+        num_paths: fully accepted paths, which the thresholds were fitted to.
+        num_rounds: all rounds.
+        mean_accepted: mean accepted draft tokens of all its rounds.
+    """
+
+    mean_rank: float
+    num_paths: int
+    num_rounds: int
+    mean_accepted: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """What ``crossspec calibrate heterospec`` found.
+
+    Attributes:
+        thresholds: at most 7 rising values of Phi, nats: a tree at or below the first is in bin 0, and so on.
+        bins: what was seen of each, one more than thresholds.
+        gammas: share of the nodes that the low bins keep; fewer than the bins (section 4.3).
+        alpha: levels that bin 0 adds (section 4.3).
+        tree: that the rounds were drafted with.
+        target, drafter: the models.
+        made: how it was made (command, seed, counts, versions); free-form.
+    """
+
+    thresholds: tuple[float, ...]
+    bins: tuple[BinFacts, ...]
+    gammas: tuple[float, ...]
+    alpha: int
+    tree: TreeShape
+    target: Identity
+    drafter: Identity
+    made: dict[str, Any] = field(default_factory=dict)
+
+    def policy(self, max_extension: int | None = None) -> AdaptivePolicy:
+        """What each bin's trees are given.
+
+        Args:
+            max_extension: most levels that a tree may grow; None: ``alpha``.
+        """
+        return make_policy(
+            thresholds=self.thresholds,
+            num_nodes=self.tree.num_nodes,
+            alpha=self.alpha,
+            gammas=self.gammas,
+            max_extension=max_extension,
+        )
+
+
+# -- which model ----------------------------------------------------------------------------------------------
+
+
+def identify(model: str, key: str, revision: str | None = None) -> Identity:
+    """What a model is known by.
+
+    Args:
+        model: local folder or hub id.
+        key: of the setting that named it, for messages.
+        revision: of a hub repository.
+
+    Returns:
+        Hashes that stay when a folder is renamed, moved or linked, and change with the model: of the config.json, and
+        of the weights' sizes and 64 samples of 4 KiB of each file, where the files are at hand.
+
+    Raises:
+        ValueError: there is no such model, or its config.json cannot be read.
+    """
+    from vllm_crossspec.drafters.checkpoint import read_config  # transformers takes seconds to import
+
+    config = read_config(model, key, revision)
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        folder = _cached_folder(model, revision) or folder
+    kept = {name: value for name, value in config.items() if name not in _VOLATILE_KEYS}
+    canonical = json.dumps(kept, sort_keys=True, separators=(",", ":"))
+    return Identity(_short_name(model), hashlib.sha256(canonical.encode()).hexdigest(), _weights_hash(folder))
+
+
+def known_model(model: str, revision: str | None = None) -> Identity | None:
+    """As :func:`identify`; None where there is no config.json (a single weights file, an object store)."""
+    try:
+        return identify(model, "", revision)
+    except ValueError:
+        return None
+
+
+def _cached_folder(model: str, revision: str | None) -> Path | None:
+    """Where the hub's client keeps the files of a repository, if it has them."""
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def _short_name(model: str) -> str:
+    """The hub id, or the folder's name: nobody else has the rest of its path."""
+    folder = Path(model).expanduser()
+    if not folder.is_dir():
+        return model
+    for part in folder.resolve().parts:
+        if part.startswith("models--"):  # the hub client's cache: models--ORG--NAME/snapshots/COMMIT
+            return part.removeprefix("models--").replace("--", "/")
+    return folder.resolve().name
+
+
+def _weights_hash(folder: Path) -> str | None:
+    """None where the folder has no weights."""
+    if not folder.is_dir():
+        return None
+    indices = sorted(folder.glob("*.safetensors.index.json"))
+    if indices:
+        named = {name for index in indices for name in json.loads(index.read_text())["weight_map"].values()}
+        files = [folder / name for name in named]
+    else:
+        files = next((found for suffix in _WEIGHT_SUFFIXES if (found := sorted(folder.glob(f"*{suffix}")))), [])
+    if not files or not all(file.is_file() for file in files):
+        return None
+    return hashlib.sha256("".join(sorted(map(_file_hash, files))).encode()).hexdigest()
+
+
+def _file_hash(path: Path) -> str:
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for i in range(_SAMPLES + 1):
+            file.seek(i * max(size - _SAMPLE_BYTES, 0) // _SAMPLES)
+            digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+# -- the file -------------------------------------------------------------------------------------------------
+
+
+def write_calibration(path: Path, calibration: Calibration) -> None:
+    """Write the file whole or not at all; the same calibration gives the same bytes."""
+    policy = calibration.policy()
+    content = {
+        "format_version": FORMAT_VERSION,
+        "thresholds": list(calibration.thresholds),
+        # Extension and width follow from the rest; they are there for readers.
+        "bins": [
+            {**facts._asdict(), "extension": extension, "width": width}
+            for facts, extension, width in zip(calibration.bins, policy.extensions, policy.widths, strict=True)
+        ],
+        "gammas": list(calibration.gammas),
+        "alpha": calibration.alpha,
+        "tree": calibration.tree._asdict(),
+        "target": calibration.target._asdict(),
+        "drafter": calibration.drafter._asdict(),
+        "made": calibration.made,
+    }
+    new = path.with_name(path.name + ".new")
+    new.write_text(json.dumps(content, indent=2) + "\n")
+    new.replace(path)
+
+
+def read_calibration(path: str | Path, key: str) -> Calibration:
+    """Read the file of a calibration.
+
+    Args:
+        path: that :func:`write_calibration` wrote.
+        key: of the setting that named it, for messages.
+
+    Raises:
+        ValueError: one sentence naming ``key``, what is wrong and the command that makes a calibration: no such file,
+            no JSON, another version, a missing entry, or entries that do not hang together.
+    """
+    path = Path(path).expanduser()
+    try:
+        content = json.loads(path.read_text())
+    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        raise ValueError(f"{key}: there is no file {str(path)!r}; {REMEDY}, or give the file of one") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+        raise ValueError(f"{key}: {path} is not valid JSON ({problem}); {REMEDY} again") from None
+    version = content.get("format_version") if isinstance(content, dict) else None
+    if version != FORMAT_VERSION:
+        raise ValueError(
+            f"{key}: {path} has format_version {version}, this version reads {FORMAT_VERSION}; {REMEDY} again"
+        )
+    try:
+        calibration = _parse(content)
+    except KeyError as problem:
+        raise ValueError(f"{key}: {path} has no {problem}; {REMEDY} again") from None
+    except (TypeError, ValueError) as problem:
+        raise ValueError(
+            f"{key}: {path} holds something of another kind than expected ({problem}); {REMEDY} again"
+        ) from None
+    wrong = _disagreement(calibration)
+    if wrong:
+        raise ValueError(f"{key}: {wrong} in {path}; {REMEDY} again")
+    return calibration
+
+
+def _parse(content: dict[str, Any]) -> Calibration:
+    tree, bins = content["tree"], content["bins"]
+    return Calibration(
+        thresholds=tuple(float(value) for value in content["thresholds"]),
+        bins=tuple(
+            BinFacts(float(b["mean_rank"]), int(b["num_paths"]), int(b["num_rounds"]), float(b["mean_accepted"]))
+            for b in bins
+        ),
+        gammas=tuple(float(value) for value in content["gammas"]),
+        alpha=int(content["alpha"]),
+        tree=TreeShape(int(tree["depth"]), int(tree["top_k"]), int(tree["num_nodes"])),
+        target=_identity(content["target"]),
+        drafter=_identity(content["drafter"]),
+        made=dict(content["made"]),
+    )
+
+
+def _identity(content: Mapping[str, Any]) -> Identity:
+    weights = content["weights"]
+    return Identity(str(content["name"]), str(content["config"]), None if weights is None else str(weights))
+
+
+def _disagreement(found: Calibration) -> str | None:
+    """What does not hang together, if anything."""
+    thresholds = found.thresholds
+    if len(thresholds) > MAX_THRESHOLDS or not all(map(math.isfinite, thresholds)):
+        return f"thresholds must be at most {MAX_THRESHOLDS} numbers"
+    if any(not before < after for before, after in pairwise(thresholds)):
+        return f"thresholds must rise (they are {list(thresholds)})"
+    if len(found.bins) != len(thresholds) + 1:
+        return f"bins must be {len(thresholds) + 1}, one more than thresholds"
+    if len(found.gammas) >= len(found.bins) or not all(0 < gamma <= 1 for gamma in found.gammas):
+        return f"gammas must be fewer than the {len(found.bins)} bins, each above 0 and at most 1"
+    if found.alpha < 0 or min(found.tree) < 1:
+        return "alpha must be 0 or more, and the tree's sizes 1 or more"
+    return None
+
+
+def check_calibration(
+    calibration: Calibration, *, target: Identity | None, drafter: Identity | None, tree: TreeShape, key: str
+) -> None:
+    """See that a calibration is of these models and this tree.
+
+    Args:
+        calibration: as read.
+        target, drafter: what they are to be; None where nothing is known of one.
+        tree: what the trees are to be.
+        key: of the setting that named the calibration, for messages.
+
+    Raises:
+        ValueError: one sentence naming ``key``, what differs and the command that makes a calibration.
+    """
+    for what, found, wanted in (("target", calibration.target, target), ("drafter", calibration.drafter, drafter)):
+        if wanted is not None and not found.is_same(wanted):
+            raise ValueError(
+                f"{key}: this calibration was made for another {what} ({found.name}; here {wanted.name} with other "
+                f"config or weights); {REMEDY} for this {what}"
+            )
+    if calibration.tree != tree:
+        raise ValueError(
+            f"{key}: this calibration was made for trees of {calibration.tree}, and these are of {tree}; give the "
+            f"tree those sizes, or {REMEDY} for these"
+        )
+
+
+def check_drafter_calibration(drafter: DrafterConfig, target: Identity | None, key: str) -> None:
+    """See that what ``adaptive.model`` names is there, whole, and made for this drafter, its tree and this target.
+
+    Args:
+        drafter: whose tree has all its sizes; nothing is looked at where it has no calibration.
+        target: None where nothing is known of it.
+        key: of ``adaptive.model``, for messages.
+
+    Raises:
+        ValueError: see :func:`read_calibration` and :func:`check_calibration`.
+    """
+    if drafter.adaptive is None or drafter.adaptive.model is None:
+        return
+    tree = drafter.tree
+    assert tree.depth is not None and tree.top_k is not None and tree.num_nodes is not None
+    check_calibration(
+        read_calibration(drafter.adaptive.model, key),
+        target=target,
+        drafter=known_model(drafter.model, drafter.native.get("revision")),
+        tree=TreeShape(tree.depth, tree.top_k, tree.num_nodes),
+        key=key,
+    )

@@ -1,0 +1,108 @@
+"""HeteroSpec's rule: how deep and how wide a tree is, by the bin that its entropy falls into.
+
+Where the drafter is sure of itself the tree grows deeper and fewer of its nodes are verified (HeteroSpec, section 4.3).
+"""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from vllm_crossspec.config import AdaptiveConfig
+
+GAMMAS = (0.3, 0.6, 1.0)
+"""Share of the nodes that the low bins keep, by bin (section 4.3)."""
+
+
+class AdaptivePolicy(NamedTuple):
+    """What the tree of a request in bin i is given; B bins, the surest first.
+
+    A tree with Phi at or below ``thresholds[i]``, and above those before, is in bin i; above all of them, and where
+    Phi is not a number, in the last.
+
+    Attributes:
+        thresholds: B - 1 rising values of Phi, in nats.
+        extensions: B numbers of levels beyond the tree's depth.
+        widths: B most draft nodes that are verified, at most the tree's.
+    """
+
+    thresholds: tuple[float, ...]
+    extensions: tuple[int, ...]
+    widths: tuple[int, ...]
+
+    @property
+    def max_extension(self) -> int:
+        """Most levels beyond the tree's depth."""
+        return max(self.extensions)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all bins are given the same."""
+        return len(set(zip(self.extensions, self.widths, strict=True))) == 1
+
+    def bin_of(self, phi: float) -> int:
+        """The bin of one tree, from 0."""
+        return sum(not phi <= threshold for threshold in self.thresholds)
+
+
+def default_alpha(depth: int) -> int:
+    """Levels that the surest bin adds to a tree of ``depth`` (section 5.3: half its depth, rounded up, is best)."""
+    return math.ceil(depth / 2)
+
+
+def make_policy(
+    *,
+    thresholds: Sequence[float],
+    num_nodes: int,
+    alpha: int,
+    gammas: Sequence[float] = GAMMAS,
+    max_extension: int | None = None,
+) -> AdaptivePolicy:
+    """The policy of section 4.3: bin i of the low ones adds alpha - i levels and keeps gamma_i N + (alpha - i) nodes.
+
+    Args:
+        thresholds: rising values of Phi between the bins.
+        num_nodes: N of the tree.
+        alpha: levels that bin 0 adds.
+        gammas: of the low bins; the others keep depth and nodes.
+        max_extension: most levels that a bin adds; None: no other bound than alpha.
+
+    Raises:
+        ValueError: for thresholds that do not rise.
+    """
+    if any(not before < after for before, after in pairwise(thresholds)):
+        raise ValueError(f"thresholds of Phi must rise, not {list(thresholds)}; run 'crossspec calibrate heterospec'")
+    num_bins = len(thresholds) + 1
+    # A table with a single bin distinguishes nothing, so that all trees are ordinary ones.
+    num_low = min(len(gammas), num_bins) if num_bins > 1 else 0
+    limit = alpha if max_extension is None else min(alpha, max_extension)
+    extensions = [max(0, min(alpha - i, limit)) for i in range(num_low)] + [0] * (num_bins - num_low)
+    widths = [min(num_nodes, max(1, round(gammas[i] * num_nodes) + extensions[i])) for i in range(num_low)]
+    widths += [num_nodes] * (num_bins - num_low)
+    return AdaptivePolicy(tuple(thresholds), tuple(extensions), tuple(widths))
+
+
+def flat_policy(num_nodes: int) -> AdaptivePolicy:
+    """All trees are the same; what is left is Phi."""
+    return AdaptivePolicy((), (0,), (num_nodes,))
+
+
+def load_policy(adaptive: "AdaptiveConfig", num_nodes: int, key: str = "speculative_config.adaptive") -> AdaptivePolicy:
+    """The policy that these settings ask for.
+
+    Args:
+        adaptive: the settings; where ``model`` names a calibration, it is read.
+        num_nodes: N of the drafter's tree.
+        key: of the settings, for messages.
+
+    Raises:
+        ValueError: one sentence, where there is no such file, or it is no calibration.
+    """
+    if adaptive.type == "record":
+        return flat_policy(num_nodes)
+    from vllm_crossspec.adaptive.calibration import read_calibration  # which builds on this module
+
+    if adaptive.model is None:
+        raise ValueError(f"{key}.model must name a calibration; make one with `crossspec calibrate heterospec`")
+    return read_calibration(adaptive.model, f"{key}.model").policy(adaptive.max_extension)

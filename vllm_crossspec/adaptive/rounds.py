@@ -1,0 +1,193 @@
+"""Records of verified trees: what HeteroSpec's bins are fitted to (HeteroSpec, section 4.2).
+
+``crossspec calibrate heterospec`` writes them: a folder with ``rounds.json`` (how they were made) and
+``shard-NNNNN.safetensors``, each the rounds of some prompts, so that a stopped collection goes on with the first
+missing shard. Shape legend: M rounds, D deepest level, N draft nodes.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load, save_file
+
+from vllm_crossspec.adaptive.calibration import Identity, TreeShape
+
+FORMAT_VERSION = 1
+INDEX_FILE, SHARD_PATTERN = "rounds.json", "shard-*.safetensors"
+NAMES = ("phi", "path", "depth", "size", "text")
+
+Steps = Sequence[tuple[Sequence[str], bytes]]
+"""What the engine hands out: request ids, and tensors (see ``engine.phi_recorder``)."""
+
+
+class RoundsFacts(NamedTuple):
+    """What all shards of a folder have in common: the models and the tree."""
+
+    target: Identity
+    drafter: Identity
+    tree: TreeShape
+
+
+class TextFacts(NamedTuple):
+    """One answered prompt: its category, and how many tokens the answer has."""
+
+    category: str
+    num_tokens: int
+
+
+class Rounds(NamedTuple):
+    """What became of every drafted tree, in the order of texts and, within a text, of time.
+
+    Attributes:
+        phi: float32 [M] of the tree, nats (HeteroSpec, equation 1).
+        path: uint8 [M, D] rows of the accepted nodes, falling in probability down the path; 0 past them. Nodes are in
+            rank order, so row r is the r-th most probable node of its tree.
+        depth: int16 [M] of the tree's deepest node.
+        size: int16 [M] nodes of the tree.
+        text: int32 [M] number of the text.
+        categories: of each text, by its number.
+        facts: what drafted them.
+    """
+
+    phi: torch.Tensor
+    path: torch.Tensor
+    depth: torch.Tensor
+    size: torch.Tensor
+    text: torch.Tensor
+    categories: dict[int, str]
+    facts: RoundsFacts
+
+    @property
+    def accepted(self) -> torch.Tensor:
+        """int64 [M] accepted draft tokens."""
+        return (self.path > 0).sum(dim=1)
+
+    @property
+    def rank(self) -> torch.Tensor:
+        """int64 [M] terminal confidence rank (section 3.2): of the deepest accepted node, from 1; 0 without one."""
+        return self.path.amax(dim=1).long()
+
+    def accepted_within(self, widths: torch.Tensor) -> torch.Tensor:
+        """int64 [M] draft tokens that had been accepted of the first ``widths`` [M] nodes of each tree alone."""
+        return ((self.path > 0) & (self.path <= widths[:, None])).sum(dim=1)
+
+
+def assemble(steps: Steps, texts: Mapping[int, TextFacts], depth: int) -> dict[str, torch.Tensor]:
+    """The tensors of a shard from what the engine recorded.
+
+    A round that reaches past the end of its text is left out: nobody asked for what it accepted there.
+
+    Args:
+        steps: of the shard's requests in the order of time; their ids begin with the text's number and a hyphen.
+        texts: by number.
+        depth: D.
+
+    Raises:
+        ValueError: there is not one round.
+    """
+    loaded = [load(content) for _, content in steps]
+    if not loaded:
+        raise ValueError("these prompts were answered without a single draft: give shorter ones, or longer answers")
+    numbers = torch.tensor([int(name.split("-")[0]) for ids, _ in steps for name in ids], dtype=torch.int64)
+    data = {name: torch.cat([part[name] for part in loaded]) for name in loaded[0]}
+    order = numbers.argsort(stable=True)
+    numbers = numbers[order]
+    length = torch.zeros(max(texts) + 1, dtype=torch.int64)
+    for number, facts in texts.items():
+        length[number] = facts.num_tokens
+    # A text's first token is its prompt's; each round then adds what it sampled.
+    ends = data["num_sampled"][order].long().cumsum(0)
+    starts = torch.cat([torch.ones(1, dtype=torch.bool), numbers[1:] != numbers[:-1]])
+    counts = torch.unique_consecutive(numbers, return_counts=True)[1]
+    before = (ends - data["num_sampled"][order])[starts].repeat_interleave(counts)
+    inside = 1 + ends - before <= length[numbers]
+    rows = order[inside]
+    return {
+        "phi": data["phi"][rows].float(),
+        "path": _accepted_rows(data["path"][rows], data["num_sampled"][rows], depth),
+        "depth": _deepest(data["parents"][rows], data["size"][rows]).to(torch.int16),
+        "size": data["size"][rows].to(torch.int16),
+        "text": numbers[inside].to(torch.int32),
+    }
+
+
+def _accepted_rows(path: torch.Tensor, num_sampled: torch.Tensor, depth: int) -> torch.Tensor:
+    """uint8 [M, D] from the walk's rows [M, D + 1], of which the first is the root and the last may be old."""
+    is_draft = torch.arange(1, depth + 1) < num_sampled[:, None]
+    return path[:, 1 : depth + 1].masked_fill(~is_draft, 0).to(torch.uint8)
+
+
+def _deepest(parents: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+    """int64 [M] depth of the deepest live node of trees [M, N] whose parents have smaller rows."""
+    num_rounds, num_nodes = parents.shape
+    depths = torch.zeros(num_rounds, num_nodes + 1, dtype=torch.int64)
+    for node in range(num_nodes):
+        above = depths.gather(1, parents[:, node : node + 1].long())[:, 0]
+        depths[:, node + 1] = torch.where(node < sizes, above + 1, 0)
+    return depths.amax(dim=1)
+
+
+# -- files ----------------------------------------------------------------------------------------------------
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """File of a shard."""
+    return folder / f"shard-{number:05d}.safetensors"
+
+
+def write_shard(
+    path: Path, tensors: Mapping[str, torch.Tensor], texts: Mapping[int, TextFacts], facts: RoundsFacts
+) -> None:
+    """Write a shard whole or not at all."""
+    metadata = {
+        "format_version": str(FORMAT_VERSION),
+        "facts": json.dumps([part._asdict() for part in facts]),
+        "texts": json.dumps([[number, *facts] for number, facts in sorted(texts.items())]),
+    }
+    new = path.with_suffix(".new")
+    save_file({name: tensors[name].contiguous() for name in NAMES}, new, metadata)
+    new.replace(path)
+
+
+def read_rounds(folder: Path, key: str = "--records") -> Rounds:
+    """All finished shards of a folder.
+
+    Args:
+        folder: that ``crossspec calibrate heterospec`` wrote, finished or not.
+        key: of the option that named it, for messages.
+
+    Raises:
+        ValueError: no such folder, no rounds in it, a damaged shard, or shards of different models or trees.
+    """
+    if not (folder / INDEX_FILE).is_file():
+        raise ValueError(
+            f"{key} {folder} holds no {INDEX_FILE}; give a folder that `crossspec calibrate heterospec` collected into"
+        )
+    paths = sorted(folder.glob(SHARD_PATTERN))
+    if not paths:
+        raise ValueError(f"{key} {folder} holds no finished shard; collect again, with the engine's options")
+    shards = [_read_shard(path) for path in paths]
+    facts, categories = shards[0][0], {}
+    for path, (found, listed, _) in zip(paths, shards, strict=True):
+        if found != facts:
+            raise ValueError(f"{key}: {path} and {paths[0]} are of different models or trees; keep them apart")
+        categories.update(listed)
+    tensors = [torch.cat(parts) for parts in zip(*(shard[2] for shard in shards), strict=True)]
+    phi, path, depth, size, text = tensors
+    return Rounds(phi, path, depth, size, text, categories, facts)
+
+
+def _read_shard(path: Path) -> tuple[RoundsFacts, dict[int, str], list[torch.Tensor]]:
+    try:
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata() or {}
+            target, drafter, tree = json.loads(metadata["facts"])
+            categories = {int(number): str(category) for number, category, _ in json.loads(metadata["texts"])}
+            tensors = [file.get_tensor(name) for name in NAMES]
+        return RoundsFacts(Identity(**target), Identity(**drafter), TreeShape(**tree)), categories, tensors
+    except (SafetensorError, KeyError, TypeError, ValueError) as problem:
+        raise ValueError(f"{path} is no whole shard of rounds ({problem}); delete it and collect again") from None

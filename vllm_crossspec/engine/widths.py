@@ -1,0 +1,163 @@
+"""Verifications of different widths: steps in which each request brings its own number of draft nodes.
+
+The scheduler plans for every request's whole tree, one step ahead of the drafts. What a tree turned out to need is
+known when the step begins: the nodes beyond are taken out of it here, before anything reads the plan. To the scheduler
+they are drafts that were rejected.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager, ModelCudaGraphManager
+from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
+
+from vllm_crossspec.adaptive.heterospec import AdaptivePolicy, load_policy
+from vllm_crossspec.config import CrossSpecConfig
+from vllm_crossspec.engine.proposers.base import without_schedule
+
+
+def cut_drafts(planned: SchedulerOutput, width_of: Callable[[str], int | None]) -> SchedulerOutput:
+    """The step with no more draft tokens of a request than its tree has.
+
+    ``planned`` stays as it is: with engine and worker in one process the scheduler will read it again, to count what
+    was cut as rejected.
+
+    Args:
+        planned: of the scheduler.
+        width_of: takes a request's id; draft tokens that it may bring, or None for all that were planned.
+
+    Returns:
+        ``planned`` itself where nothing is to be cut.
+    """
+    drafts = planned.scheduled_spec_decode_tokens
+    widths = {req_id: width_of(req_id) for req_id in drafts}
+    excess = {
+        req_id: len(drafts[req_id]) - width
+        for req_id, width in widths.items()
+        if width is not None and width < len(drafts[req_id])
+    }
+    if not excess:
+        return planned
+    return dataclasses.replace(
+        planned,
+        scheduled_spec_decode_tokens=drafts | {r: drafts[r][: len(drafts[r]) - n] for r, n in excess.items()},
+        num_scheduled_tokens=planned.num_scheduled_tokens
+        | {r: planned.num_scheduled_tokens[r] - n for r, n in excess.items()},
+        total_num_scheduled_tokens=planned.total_num_scheduled_tokens - sum(excess.values()),
+    )
+
+
+def policies(settings: CrossSpecConfig) -> dict[str, AdaptivePolicy]:
+    """How each drafter's trees are sized, by name; those whose trees are all the same are left out."""
+    found = {}
+    for name, drafter in settings.drafters.items():
+        if drafter.adaptive is not None and drafter.adaptive.type != "record":
+            assert drafter.tree.num_nodes is not None
+            found[name] = load_policy(drafter.adaptive, drafter.tree.num_nodes)
+    return found
+
+
+# -- CUDA graphs ----------------------------------------------------------------------------------------------
+
+
+class ManyWidths(CudaGraphManager):
+    """CUDA graphs of further widths beside those of vLLM's own manager; mixed in before one of its classes.
+
+    A batch of one width replays a graph of that width, and where ``mixes``, a decode batch of several widths one whose
+    requests may have any number of rows. vLLM would run such a batch piece by piece.
+
+    Args:
+        query_lens: rows of a request, of each width.
+        mixes: whether to capture graphs for batches of several widths. The attention must allow it.
+    """
+
+    def __init__(self, *arguments: Any, query_lens: tuple[int, ...], mixes: bool = False, **options: Any):
+        self.query_lens, self.mixes = tuple(sorted(set(query_lens))), mixes
+        self.chosen: BatchExecutionDescriptor | None = None
+        super().__init__(*arguments, **options)
+
+    def dispatch(self, *arguments: Any, max_query_len: int | None = None, **options: Any) -> BatchExecutionDescriptor:
+        """vLLM's choice; a batch in which nobody brings drafts is none of several widths."""
+        bound = None if max_query_len == 1 else max_query_len
+        self.chosen = super().dispatch(*arguments, max_query_len=bound, **options)
+        return self.chosen
+
+    def _init_candidates(self) -> None:
+        """vLLM's own graphs, then ours, each by vLLM's own rules."""
+        super()._init_candidates()
+        found = {mode: list(descs) for mode, descs in self._capture_descs.items()}
+        if not found:
+            return
+        given = self.decode_query_len, self.vllm_config, self.varlen_decode
+        self.vllm_config = without_schedule(self.vllm_config)
+        for query_len in self.query_lens:
+            self.decode_query_len = query_len
+            self._add(found, 0)
+        if self.mixes and len(self.query_lens) > 1:
+            self.decode_query_len, self.varlen_decode = given[0], True
+            self._add(found, sum(self.query_lens[:2]))  # a smaller batch has no two widths
+        self.decode_query_len, self.vllm_config, self.varlen_decode = given
+        for mode, descs in found.items():
+            self._capture_descs[mode] = sorted(descs, key=lambda desc: -desc.num_tokens)
+        # The first that fits is taken: one width before any, any before piece by piece.
+        for descs in self._candidates.values():
+            kept = list(dict.fromkeys(descs))
+            descs[:] = sorted(kept, key=lambda d: (d.cg_mode != CUDAGraphMode.FULL, d.uniform_token_count is None))
+
+    def _add(self, found: dict[CUDAGraphMode, list[BatchExecutionDescriptor]], min_tokens: int) -> None:
+        """Make vLLM's list for the width that is set, and keep what is new of it and not too small."""
+        before = {key: list(descs) for key, descs in self._candidates.items()}
+        super()._init_candidates()
+        for mode, descs in self._capture_descs.items():
+            new = [desc for desc in descs if desc not in found.setdefault(mode, [])]
+            found[mode] += [desc for desc in new if desc.num_tokens >= min_tokens]
+        for key, descs in self._candidates.items():
+            known = before.get(key, [])
+            descs[:] = known + [d for d in descs[len(known) :] if d not in known and d.num_tokens >= min_tokens]
+
+
+class FirstPassWidths(ManyWidths, SpeculatorCudaGraphManager):
+    """Graphs of a drafter's first pass, which runs over the target's rows."""
+
+
+class TargetWidths(ManyWidths, ModelCudaGraphManager):
+    """Graphs of the target's verification."""
+
+
+def captured_query_len(manager: Any) -> int | None:
+    """Rows that a request may have in the graph that the step replays; None where its own batch tells.
+
+    Plans of the attention must be made for what was captured.
+    """
+    return manager.chosen.max_query_len if isinstance(manager, ManyWidths) and manager.chosen is not None else None
+
+
+def target_graphs(runner: Any, settings: CrossSpecConfig) -> ModelCudaGraphManager:
+    """The runner's manager of CUDA graphs, or one whose graphs have the widths that adaptive trees come in.
+
+    Args:
+        runner: whose KV cache has been laid out, and which has captured nothing yet.
+        settings: resolved.
+    """
+    manager = runner.cudagraph_manager
+    if manager.cudagraph_mode == CUDAGraphMode.NONE or manager.varlen_decode or runner.fast_prefill is not None:
+        return manager
+    drafters = runner.speculator.draft_attn_layer_names
+    targets = {name for group in runner.kv_cache_config.kv_cache_groups for name in group.layer_names} - drafters
+    unsupported = get_varlen_cudagraph_unsupported_backend(
+        runner.attn_groups, runner.vllm_config, runner.decode_query_len, checked_layer_names=targets
+    )
+    return TargetWidths(
+        runner.vllm_config,
+        runner.device,
+        manager.cudagraph_mode,
+        runner.decode_query_len,
+        lora_capture_cases=runner.lora_capture_cases,
+        ubatch_runner=runner.ubatch_runner,
+        query_lens=tuple(width + 1 for policy in policies(settings).values() for width in policy.widths),
+        mixes=unsupported is None,
+    )
