@@ -214,8 +214,8 @@ def test_batched_builders_make_the_same_trees(seed):
         module.best_first(log_probs=scores, tokens=tokens, num_nodes=num_nodes, out=out)
     assert all(map(torch.equal, *outs))
 
-    ours = batched.DynamicTree(num_nodes=num_nodes, depth=depth, top_k=k)
-    truth = naive.DynamicTree(num_nodes=num_nodes, depth=depth, top_k=k, max_num_reqs=num_reqs, device="cpu")
+    sizes = {"num_nodes": num_nodes, "depth": depth, "top_k": k, "max_num_reqs": num_reqs}
+    ours, truth = (module.DynamicTree(**sizes, device=torch.device("cpu")) for module in (batched, naive))
     scores, tokens = random_scores(seed, num_reqs, k), torch.randint(0, 99, (num_reqs, k))
     beams = [tree.start(scores, tokens) for tree in (ours, truth)]
     for level in range(2, depth + 2):

@@ -8,12 +8,13 @@ from types import FrameType
 import typer
 
 from vllm_crossspec.cli.bench import bench
+from vllm_crossspec.cli.calibrate import app as calibrate_app
 from vllm_crossspec.cli.collect import collect
 from vllm_crossspec.cli.demo import demo
 from vllm_crossspec.cli.doctor import doctor
 from vllm_crossspec.cli.flashhead import app as flashhead_app
 from vllm_crossspec.cli.ngram import app as ngram_app
-from vllm_crossspec.cli.router import calibrate, oracle, trace
+from vllm_crossspec.cli.router import oracle, trace
 from vllm_crossspec.cli.runner import EngineError
 
 DEBUG_VARIABLE = "CROSSSPEC_DEBUG"
@@ -32,9 +33,9 @@ app.command()(demo)
 app.command()(bench)
 app.command()(doctor)
 app.command()(collect)
-app.command()(calibrate)
 app.command()(oracle)
 app.command()(trace)
+app.add_typer(calibrate_app)
 app.add_typer(ngram_app)
 app.add_typer(flashhead_app)
 

@@ -75,7 +75,7 @@ def collect(
     """
     dtype = "float32" if model is None and dtype == "auto" else dtype
     speculative = _speculative(spec)
-    chosen = _interleaved(prompts or [POCKET / "prompts.jsonl"], limit)
+    chosen = interleaved(prompts or [POCKET / "prompts.jsonl"], limit)
     sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
     if temperature > 0:
         sampling |= {"top_p": top_p, "top_k": top_k, "seed": seed}
@@ -97,11 +97,11 @@ def collect(
         "model": target if model else "the pocket target",
         "max_prompt_tokens": max_prompt_tokens,
     }
-    shards = _shards(chosen, shard_prompts)
+    shards = make_shards(chosen, shard_prompts)
     _claim(out, job, chosen, shard_prompts)
     missing = [shard for shard in shards if not _is_done(out, shard["number"])]
     if missing:
-        _run(job, missing, engines, len(shards))
+        run_shards(job, missing, engines, len(shards))
     typer.echo(f"{len(shards)} shards of records in {out}")
 
 
@@ -121,14 +121,14 @@ def _speculative(spec: Path | None) -> dict[str, Any]:
     return config
 
 
-def _interleaved(files: Sequence[Path], limit: int | None) -> list[Prompt]:
+def interleaved(files: Sequence[Path], limit: int | None) -> list[Prompt]:
     """The prompts of all files, the categories taking turns, so that a collection stopped early has some of each."""
     groups = by_category([prompt for file in files for prompt in read_prompts(file)])
     turns = zip_longest(*(group[:limit] for group in groups.values()))
     return [prompt for row in turns for prompt in row if prompt is not None]
 
 
-def _shards(prompts: Sequence[Prompt], size: int) -> list[dict[str, Any]]:
+def make_shards(prompts: Sequence[Prompt], size: int) -> list[dict[str, Any]]:
     """The prompts in groups, each with the number of its first text: a prompt of several turns makes several texts."""
     described, number = [], 0
     for prompt in prompts:
@@ -169,8 +169,15 @@ def _is_done(out: Path, number: int) -> bool:
     return records.shard_path(out, number).is_file()
 
 
-def _run(job: dict[str, Any], shards: list[dict[str, Any]], engines: int, num_shards: int) -> None:
-    """Let the engines answer the missing shards, under one progress bar."""
+def run_shards(job: dict[str, Any], shards: list[dict[str, Any]], engines: int, num_shards: int) -> None:
+    """Let the engines answer the missing shards, under one progress bar.
+
+    Args:
+        job: as ``engine.collect`` takes it, without its shards; ``module`` is another one that takes such jobs.
+        shards: that are missing, as :func:`make_shards` describes them.
+        engines: side by side; more than one run on Ray.
+        num_shards: all of them.
+    """
     most = job["sampling"]["max_tokens"]
     sizes = {shard["number"]: most * sum(len(p["turns"]) for p in shard["prompts"]) for shard in shards}
     done = num_shards - len(shards)
@@ -218,7 +225,10 @@ def engine_events(job: dict[str, Any]) -> Iterator[Event]:
         job_file, log_file = Path(folder, "job.json"), Path(folder, "log.txt")
         job_file.write_text(json.dumps(job))
         missing = {shard["number"] for shard in job["shards"]}
-        with log_file.open("w") as log, engine_process(job_file, log, COLLECT_MODULE) as (process, events):
+        with (
+            log_file.open("w") as log,
+            engine_process(job_file, log, job.get("module", COLLECT_MODULE)) as (process, events),
+        ):
             for event in events:
                 if event["event"] == "error":
                     raise ValueError(f"collect: {event['message']}")

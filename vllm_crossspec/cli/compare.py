@@ -90,7 +90,7 @@ def table(rows: Sequence[Row], *, interpreted: bool) -> Table:
     grid = Table(caption=INTERPRETED if interpreted else None, caption_justify="left")
     grid.add_column("method")
     grid.add_column("category")
-    for name in ("prompts", "tokens", "target\ncalls", "acceptance\nlength"):
+    for name in ("prompts", "tokens", "target\ncalls", "verified\ntokens", "acceptance\nlength"):
         grid.add_column(name, justify="right")
     grid.add_column("accepted per position\n(% of rounds)", no_wrap=True)
     grid.add_column("identical\nto plain", justify="center")
@@ -103,7 +103,8 @@ def table(rows: Sequence[Row], *, interpreted: bool) -> Table:
 def _cells(row: Row) -> list[str]:
     shares = " ".join(f"{100 * count / row.num_rounds:2.0f}" for count in row.accepted_per_position if row.num_rounds)
     identical = {None: "-", True: "yes", False: "[red]no[/red]"}[row.identical_to_plain]
-    counts = (row.num_prompts, row.num_tokens, row.num_target_calls)
+    verified = "-" if row.num_verified_tokens is None else row.num_verified_tokens
+    counts = (row.num_prompts, row.num_tokens, row.num_target_calls, verified)
     return [
         row.method,
         row.category,

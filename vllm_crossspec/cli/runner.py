@@ -98,6 +98,8 @@ class Row:
         num_tokens: generated, without the prompts.
         num_target_calls: sum over requests of the target's passes that gave the request tokens: one for its
             prompt and one a round. Counted as they happen, for `plain` as for the others.
+        num_verified_tokens: rows that the target computed in these rounds: draft tokens, and the token before them;
+            prompts are left out. None where the engine did not say.
         acceptance_length: tokens a round, the target's own included: 1 + accepted / rounds; 1.0 for `plain`.
         accepted_per_position: [K] number of rounds in which the first, second, ... draft token was accepted.
         identical_to_plain: whether every prompt's tokens equal plain's; None where plain was not run.
@@ -109,6 +111,7 @@ class Row:
     num_prompts: int
     num_tokens: int
     num_target_calls: int
+    num_verified_tokens: int | None = None
     acceptance_length: float
     accepted_per_position: list[int] = field(default_factory=list)
     identical_to_plain: bool | None
@@ -258,6 +261,7 @@ def _rows_of(run: Run, plain: Run | None) -> Iterator[Row]:
     for category in categories:
         names = list(run.groups) if category == ALL else [category]
         generations = [g for name in names for g in run.groups[name]["generations"]]
+        counts = [run.groups[name].get("num_verified_tokens", -1) for name in names]
         accepted = accepted_per_position([g["accepted_histogram"] for g in generations])
         num_drafts = sum(sum(g["accepted_histogram"]) for g in generations)
         yield Row(
@@ -266,6 +270,7 @@ def _rows_of(run: Run, plain: Run | None) -> Iterator[Row]:
             num_prompts=len(generations),
             num_tokens=sum(len(g["token_ids"]) for g in generations),
             num_target_calls=sum(g["num_target_calls"] for g in generations),
+            num_verified_tokens=None if -1 in counts else sum(counts),
             acceptance_length=1.0 + sum(accepted) / num_drafts if num_drafts else 1.0,
             accepted_per_position=accepted,
             identical_to_plain=None if plain is None else all(_identical(run, plain, name) for name in names),

@@ -44,7 +44,7 @@ def collect(job: dict[str, Any], emit: Emit) -> None:
     )
     emit("ready", seconds=time.perf_counter() - started, **environment())
     for shard in job["shards"]:
-        recording = _Recording(llm, job, emit)
+        recording = Recording(llm, job, emit, "crossspec_take_records")
         answers = recording.answer(shard["prompts"])
         tensors = records.assemble(recording.steps, answers, facts)
         path = records.shard_path(Path(job["out"]), shard["number"])
@@ -52,15 +52,21 @@ def collect(job: dict[str, Any], emit: Emit) -> None:
         emit("shard", number=shard["number"], num_texts=len(answers), num_records=len(tensors["entropy"]))
 
 
-class _Recording:
+class Recording:
     """The answers to one shard's prompts, and what was recorded meanwhile.
 
+    Args:
+        llm: the engine.
+        job: as the module's docstring says.
+        emit: takes the events.
+        method: the worker's, that hands out what was recorded since its last call.
+
     Attributes:
-        steps: as :func:`vllm_crossspec.training.records.assemble` takes them.
+        steps: (request ids, tensors in safetensors' format) in the order of time.
     """
 
-    def __init__(self, llm: Any, job: dict[str, Any], emit: Emit):
-        self.llm, self.sampling, self.emit = llm, job["sampling"], emit
+    def __init__(self, llm: Any, job: dict[str, Any], emit: Emit, method: str):
+        self.llm, self.sampling, self.emit, self.method = llm, job["sampling"], emit, method
         self.chat, self.max_prompt_tokens = job["chat"], job["max_prompt_tokens"]
         self.steps: list[tuple[list[str], bytes]] = []
 
@@ -88,6 +94,7 @@ class _Recording:
         from vllm import SamplingParams
 
         engine, num_steps = self.llm.llm_engine, 0
+        lengths: dict[str, int] = {}
         for number, (_, token_ids, _) in batch.items():
             seed = None if self.sampling.get("seed") is None else self.sampling["seed"] + number
             params = SamplingParams(**{**self.sampling, "seed": seed})
@@ -95,7 +102,9 @@ class _Recording:
         while engine.has_unfinished_requests():
             outputs = engine.step()
             num_steps += 1
+            before = sum(lengths.values())
             for output in outputs:
+                lengths[output.request_id] = len(output.outputs[0].token_ids)
                 if not output.finished:
                     continue
                 number, made = int(output.request_id), output.outputs[0]
@@ -103,13 +112,13 @@ class _Recording:
                 answers[number] = Answer(category, len(token_ids), list(made.token_ids), made.finish_reason or "")
                 conversation.add_answer(made.text)
             if outputs:
-                self.emit("progress", num_tokens=len(outputs))
+                self.emit("progress", num_tokens=sum(lengths.values()) - before)
             if num_steps % STEPS_PER_TRANSFER == 0:
                 self._take()
         self._take()
 
     def _take(self) -> None:
-        taken = self.llm.collective_rpc("crossspec_take_records")[0]
+        taken = self.llm.collective_rpc(self.method)[0]
         self.steps += [(list(ids), bytes(content)) for ids, content in taken]
 
 

@@ -5,6 +5,9 @@ from typing import Any
 
 import torch
 
+from vllm_crossspec.adaptive.calibration import Calibration as BinCalibration
+from vllm_crossspec.adaptive.cart import fully_accepted
+from vllm_crossspec.adaptive.rounds import Rounds
 from vllm_crossspec.training.calibration import OVERALL, Calibration
 
 COLOURS = ("tab:orange", "tab:blue", "tab:green", "tab:red", "tab:purple", "tab:brown")
@@ -41,6 +44,33 @@ def draw_calibration(found: Calibration, drafters: tuple[str, ...], policy: str,
         axes.set_ylabel(value_name)
         axes.grid(alpha=0.3)
         axes.legend(fontsize=8)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def draw_bins(rounds: Rounds, bins: BinCalibration, path: Path) -> None:
+    """Phi against the terminal confidence rank of every fully accepted path, with the bins' edges; and accepted tokens.
+
+    As HeteroSpec's figure 4, with Phi along x.
+
+    Args:
+        rounds: that the bins were fitted to.
+        bins: what was fitted.
+        path: of the .png or .svg file.
+    """
+    plt = _pyplot()
+    full = fully_accepted(rounds, bins.tree.depth)
+    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
+    above.scatter(rounds.phi[full], rounds.rank[full], s=5, alpha=0.4, color="tab:blue")
+    above.set_ylabel("terminal confidence rank\n(fully accepted paths)")
+    edges = [0.0, *bins.thresholds, float(rounds.phi.nan_to_num(0.0).max())]
+    below.stairs([one.mean_accepted for one in bins.bins], edges, fill=True, alpha=0.4, color="tab:orange")
+    below.set_ylabel("accepted draft tokens\n(mean of all rounds)")
+    below.set_xlabel("Phi (nats)")
+    for axes in (above, below):
+        for threshold in bins.thresholds:
+            axes.axvline(threshold, color="grey", linestyle="--", linewidth=1)
+        axes.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -241,13 +241,19 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], answers: Mappin
     new.replace(path)
 
 
-def claim(folder: Path, settings: Mapping[str, Any]) -> None:
+def claim(folder: Path, settings: Mapping[str, Any], index_file: str = INDEX_FILE, option: str = "--out") -> None:
     """Make ``folder`` the place of this collection, or find that it is already.
+
+    Args:
+        folder: made where it is not there.
+        settings: what decides what is collected.
+        index_file: name of the file that holds them.
+        option: that named the folder, for messages.
 
     Raises:
         ValueError: the folder holds records that were made otherwise; the sentence names the first difference.
     """
-    index = folder / INDEX_FILE
+    index = folder / index_file
     content = {"format_version": FORMAT_VERSION, **json.loads(json.dumps(settings))}
     if not index.is_file():
         folder.mkdir(parents=True, exist_ok=True)
@@ -259,7 +265,7 @@ def claim(folder: Path, settings: Mapping[str, Any]) -> None:
     for name in sorted({*content, *found}):
         if found.get(name) != content.get(name):
             raise ValueError(
-                f"--out {folder} holds records with another {name} ({_short(found.get(name))}, here "
+                f"{option} {folder} holds records with another {name} ({_short(found.get(name))}, here "
                 f"{_short(content.get(name))}); give another folder, or the settings that these were collected with"
             )
 

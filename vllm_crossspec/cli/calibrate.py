@@ -1,0 +1,301 @@
+"""`crossspec calibrate`: numbers that a method needs and that only runs can tell, for routers and for trees."""
+
+import hashlib
+import json
+import math
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from typer.core import TyperGroup
+
+from vllm_crossspec.cli import router
+from vllm_crossspec.cli.collect import interleaved, make_shards, run_shards
+from vllm_crossspec.cli.compare import MINIMUM_WIDTH
+from vllm_crossspec.cli.demo import METHODS, POCKET, located
+from vllm_crossspec.tree.base import tree_kind
+
+if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
+    from vllm_crossspec.adaptive.calibration import Calibration
+    from vllm_crossspec.adaptive.cart import BinReport
+    from vllm_crossspec.adaptive.rounds import Rounds
+    from vllm_crossspec.cli.runner import Prompt
+
+MODULE = "vllm_crossspec.engine.collect_rounds"
+DEFAULT_METHOD = "eagle3-tree"
+
+
+class _RouterByDefault(TyperGroup):
+    """`crossspec calibrate --records ...` is the router's, as it was when there was nothing else to calibrate."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
+            args = ["router", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    name="calibrate",
+    cls=_RouterByDefault,
+    rich_markup_mode="markdown",
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Find the thresholds of a router (the default: `crossspec calibrate --records ...`) or of HeteroSpec's trees.",
+)
+app.command("router")(router.calibrate)
+
+
+@app.command(
+    "heterospec",
+    epilog="Example: crossspec calibrate heterospec --model Qwen/Qwen3-8B --spec eagle3-tree.json "
+    "--prompts chats.jsonl --limit 100 --out calibration.json",
+)
+def heterospec(
+    out: Annotated[Path, typer.Option(help="File of the calibration, for `adaptive.model`.")],
+    model: Annotated[
+        str | None, typer.Option(help="The target: a local folder or a hub id. Default: the pocket target, in float32.")
+    ] = None,
+    spec: Annotated[
+        str | None,
+        typer.Option(
+            "--spec",
+            "--speculative-config",
+            help="What --speculative-config takes, or a file with it: one drafter with a `dynamic` tree, without "
+            f"`adaptive`. Default: the demo's {DEFAULT_METHOD}.",
+        ),
+    ] = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="JSON lines (or .jsonl.gz) with `prompt` or `turns`, and `category`; repeatable. Default: the demo's."
+        ),
+    ] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use this many prompts of each category.")] = None,
+    records: Annotated[
+        Path | None,
+        typer.Option(help="Fit to what was collected in this folder before, without an engine; the rest is not used."),
+    ] = None,
+    alpha: Annotated[
+        int | None, typer.Option(min=0, max=32, help="Levels that the surest trees grow. Default: half the depth.")
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256,
+    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 2048,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy, as in the paper.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampled answers; each text adds its number.")] = 0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Most requests at a time, of each engine.")] = 16,
+    shard_prompts: Annotated[int, typer.Option(min=1, help="Prompts of a shard: what a stop can lose.")] = 64,
+    engines: Annotated[
+        int, typer.Option("--engines", "--workers", min=1, help="Engines side by side; more than one run on Ray.")
+    ] = 1,
+    chat: Annotated[
+        bool | None, typer.Option("--chat/--raw", help="Wrap prompts in the chat template. Default: if there is one.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Weights' type.")] = "auto",
+    max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest prompt and answer, in tokens.")] = None,
+    gpu_memory_utilization: Annotated[float | None, typer.Option(min=0.05, max=1.0, help="vLLM's own.")] = None,
+    tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="vLLM's own.")] = None,
+    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="vLLM's own.")] = False,
+    picture: Annotated[bool, typer.Option("--picture", help="Draw the bins into a .png beside the file.")] = False,
+) -> None:
+    """Cut the drafter's uncertainty into bins, by which HeteroSpec makes trees deeper or narrower.
+
+    1. The target answers the prompts with the drafter's whole trees, of one size. Of every round is kept: Phi, the
+    entropy of the drafter's candidates summed along its surest path; the ranks of the nodes that were accepted; the
+    depth of the tree. They go into the folder OUT.rounds, where a stopped run goes on.
+
+    2. A regression tree of depth 3 cuts Phi where it best tells the ranks of fully accepted paths apart: at most 8
+    bins. That takes a second, and alone: --records OUT.rounds.
+
+    3. The table says what each bin is worth: how many rounds, how many of their paths were accepted to the last level,
+    at which rank; how many levels its trees will grow, how many nodes will be verified, and what that costs.
+
+    Then: add "adaptive": "OUT" beside "tree" in the speculative config. The file is for this target, this drafter
+    and this tree; others are refused.
+
+    A few thousand rounds are enough, as of 100 prompts of the kind that will be served. It takes as long as answering
+    them does.
+    """
+    _check_out(out, picture)
+    if records is None:
+        records = out.with_name(out.name + ".rounds")
+        job = _job(model, _speculative(spec), records)
+        files = prompts or [POCKET / "prompts.jsonl"]
+        job["engine"] |= {
+            "dtype": "float32" if model is None and dtype == "auto" else dtype,
+            "max_num_seqs": batch_size,
+            "max_model_len": max_model_len,
+            "gpu_memory_utilization": gpu_memory_utilization,
+            "tensor_parallel_size": tensor_parallel_size,
+            "trust_remote_code": trust_remote_code or None,
+        }
+        sampling = {"temperature": temperature, "max_tokens": max_tokens} | ({"seed": seed} if temperature > 0 else {})
+        job |= {"sampling": sampling, "seed": seed, "chat": chat, "max_prompt_tokens": max_prompt_tokens}
+        job["command"] = _command(model, spec, files if prompts else [], limit, sampling)
+        _collect(job, interleaved(files, limit), shard_prompts, engines)
+    calibration, rounds = _fit(records, alpha)
+    from vllm_crossspec.adaptive.calibration import write_calibration
+    from vllm_crossspec.adaptive.cart import report
+
+    write_calibration(out, calibration)
+    rows = report(rounds, calibration)
+    console = Console()
+    console = console if console.is_terminal else Console(width=max(console.width, MINIMUM_WIDTH))
+    console.print(table(rows, calibration))
+    if picture:
+        from vllm_crossspec.training.pictures import draw_bins
+
+        draw_bins(rounds, calibration, out.with_suffix(".png"))
+    typer.echo(f'calibration in {out}; use it with "adaptive": "{out}" beside "tree"')
+
+
+def _check_out(out: Path, picture: bool) -> None:
+    if out.is_dir() or not out.resolve().parent.is_dir():
+        raise ValueError(f"--out {out}: name a file in a folder that exists")
+    if picture and out.suffix == ".png":
+        raise ValueError(f"--out {out}: the picture would have this name; call the calibration .json")
+
+
+def _speculative(spec: str | None) -> dict[str, Any]:
+    """The config whose trees are recorded, all of them whole. Raises ValueError where it has none."""
+    if spec is None:
+        given = located(METHODS[DEFAULT_METHOD], POCKET)
+    else:
+        text = spec if spec.lstrip().startswith("{") else Path(spec).read_text()
+        try:
+            given = json.loads(text)
+        except json.JSONDecodeError as problem:
+            raise ValueError(f"--spec {spec} is not JSON (line {problem.lineno}: {problem.msg})") from problem
+    tree = given.get("tree") if isinstance(given, dict) else None
+    if not isinstance(tree, dict) or tree.get("type", "dynamic") != "dynamic":
+        raise ValueError(
+            '--spec must be one drafter with a dynamic tree, as {"method": "eagle3", "model": "FOLDER", "tree": '
+            '{"type": "dynamic", "depth": 8}}'
+        )
+    if "adaptive" in given:
+        raise ValueError("--spec has `adaptive`, which is what this command finds: leave it out")
+    if "by_batch_size" in tree:
+        raise ValueError("--spec has tree.by_batch_size, and whole trees are needed here: leave it out")
+    # A schedule of one entry: without any, a GPU would choose one by what steps cost there.
+    nodes = tree.get("num_nodes") or tree_kind("dynamic", "tree.type").defaults["num_nodes"]
+    return {
+        **given,
+        "tree": {"type": "dynamic", **tree, "by_batch_size": {"1": nodes}},
+        "adaptive": {"type": "record"},
+    }
+
+
+def _command(
+    model: str | None, spec: str | None, prompts: list[Path], limit: int | None, sampling: dict[str, Any]
+) -> str:
+    """The command as the file says it: what decides the rounds, and of local files the names alone."""
+    words = ["crossspec", "calibrate", "heterospec"]
+    words += ["--model", Path(model).name if Path(model).is_dir() else model] if model else []
+    words += ["--spec", spec if spec.lstrip().startswith("{") else Path(spec).name] if spec else []
+    for file in prompts:
+        words += ["--prompts", file.name]
+    words += ["--limit", str(limit)] if limit else []
+    for name, value in sampling.items():
+        words += [f"--{name.replace('_', '-')}", str(value)]
+    return shlex.join(words)
+
+
+def _job(model: str | None, speculative: dict[str, Any], records: Path) -> dict[str, Any]:
+    target = model or str(POCKET / "target")
+    return {
+        "module": MODULE,
+        "engine": {"model": target, "speculative_config": speculative},
+        "out": str(records),
+        "model": target if model else "the pocket target",
+    }
+
+
+def _collect(job: dict[str, Any], prompts: list["Prompt"], shard_prompts: int, engines: int) -> None:
+    """Let the engine write the shards that are missing."""
+    from vllm_crossspec.adaptive.rounds import INDEX_FILE, shard_path
+    from vllm_crossspec.training.records import claim
+
+    folder = Path(job["out"])
+    canonical = json.dumps([[p.category, *p.turns] for p in prompts])
+    engine = {k: v for k, v in job["engine"].items() if k in ("model", "dtype", "max_model_len", "speculative_config")}
+    claim(
+        folder,
+        {
+            **engine,
+            "sampling": job["sampling"],
+            "seed": job["seed"],
+            "chat": job["chat"],
+            "max_prompt_tokens": job["max_prompt_tokens"],
+            "shard_prompts": shard_prompts,
+            "prompts": hashlib.sha256(canonical.encode()).hexdigest(),
+            "command": job["command"],
+        },
+        INDEX_FILE,
+        "the folder",
+    )
+    shards = make_shards(prompts, shard_prompts)
+    missing = [shard for shard in shards if not shard_path(folder, shard["number"]).is_file()]
+    if missing:
+        run_shards(job, missing, engines, len(shards))
+
+
+def _fit(records: Path, alpha: int | None) -> tuple["Calibration", "Rounds"]:
+    """The calibration of what a folder holds; it says how that was collected."""
+    from vllm_crossspec.adaptive.cart import calibrate
+    from vllm_crossspec.adaptive.rounds import INDEX_FILE, read_rounds
+
+    rounds = read_rounds(records)
+    collected = json.loads((records / INDEX_FILE).read_text())
+    about = {key: collected[key] for key in ("command", "sampling", "seed", "prompts")}
+    return calibrate(rounds, alpha, **about, texts=len(rounds.categories)), rounds
+
+
+def table(rows: list["BinReport"], calibration: "Calibration") -> Table:
+    """The bins, and what the recorded rounds would have been with their widths."""
+    tree = calibration.tree
+    grid = Table(
+        title=f"Phi of {sum(row.num_rounds for row in rows)} rounds, trees of {tree}",
+        caption=f"width alone: draft tokens a round that are left of those that all {tree.num_nodes} nodes had "
+        "accepted. What the added levels gain cannot be told from these rounds.",
+        caption_justify="left",
+    )
+    for name in ("bin", "Phi up to\n(nats)", "rounds", "fully\naccepted", "their mean\nrank", "mean\naccepted"):
+        grid.add_column(name, justify="right")
+    for name in ("width\nalone", "added\nlevels", "width"):
+        grid.add_column(name, justify="right")
+    for number, row in enumerate(rows):
+        grid.add_row(
+            str(number),
+            "-" if math.isinf(row.high) else f"{row.high:.3f}",
+            str(row.num_rounds),
+            f"{100 * row.full_share:.0f}%",
+            f"{row.mean_rank:.1f}",
+            f"{row.mean_accepted:.2f}",
+            f"{row.mean_within:.2f}",
+            f"+{row.extension}",
+            str(row.width),
+        )
+    grid.add_section()
+    names = ("full_share", "mean_accepted", "mean_within", "extension", "width")
+    full, accepted, within, extension, width = (_mean(rows, name) for name in names)
+    grid.add_row(
+        "all",
+        "",
+        str(sum(row.num_rounds for row in rows)),
+        f"{100 * full:.0f}%",
+        "",
+        f"{accepted:.2f}",
+        f"{within:.2f}",
+        f"+{extension:.1f}",
+        f"{width:.1f}",
+        style="bold",
+    )
+    return grid
+
+
+def _mean(rows: list["BinReport"], name: str) -> float:
+    """Over all rounds."""
+    total = sum(row.num_rounds for row in rows)
+    return float(sum(row.num_rounds * getattr(row, name) for row in rows)) / max(total, 1)
