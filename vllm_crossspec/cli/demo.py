@@ -62,6 +62,32 @@ METHODS: dict[str, dict[str, Any] | None] = {
         "tree": {"type": "continuity"},
         "ngram": NGRAM_STORE,
     },
+    # A small language model of its own, with its whole output layer and with clusters of it; and those for EAGLE-3.
+    "draft-model": {
+        "method": "draft_model",
+        "model": "{pocket}/draft-model",
+        "num_speculative_tokens": 7,
+        "tree": {"type": "chain"},
+    },
+    "flashhead": {
+        "method": "flashhead",
+        "model": "{pocket}/draft-model",
+        "num_speculative_tokens": 7,
+        "head": "{pocket}/flashhead-draft-model",
+    },
+    "eagle3-flashhead": {
+        "method": "eagle3",
+        "model": "{pocket}/eagle3",
+        "num_speculative_tokens": 7,
+        "head": "{pocket}/flashhead-eagle3",
+    },
+    # The tree of eagle3-tree, deeper and of fewer nodes where the drafter is sure of itself.
+    "eagle3-heterospec": {
+        "method": "eagle3",
+        "model": "{pocket}/eagle3",
+        "tree": {"type": "dynamic", "depth": 8, "top_k": 10, "num_nodes": 60},
+        "adaptive": "{pocket}/heterospec/calibration.json",
+    },
     **{
         f"whiflash-{name}": {"method": "whiflash", "drafters": WHIFLASH_DRAFTERS, "router": router}
         for name, router in {
@@ -74,7 +100,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
 }
 """Every method of the demo and its --speculative-config; `{pocket}` is the folder of the pocket models."""
 
-POCKET_FILES = ("config.json", "router.json", "store.safetensors")
+POCKET_FILES = ("config.json", "router.json", "store.safetensors", "calibration.json")
 """Of which each pocket folder has one."""
 
 TEMPERATURE, TOP_P = 0.8, 0.95
@@ -146,7 +172,7 @@ def _job(name: str, folder: Path, prompts: list[Prompt], sampling: dict[str, Any
     config = METHODS[name]
     engine: dict[str, Any] = {"model": str(folder / "target"), "dtype": "float32", "max_num_seqs": 16}
     if config is not None:
-        engine["speculative_config"] = _located(config, folder)
+        engine["speculative_config"] = located(config, folder)
     for model in pocket_folders(config):
         if not any((folder / model / file).is_file() for file in POCKET_FILES):
             raise ValueError(
@@ -160,10 +186,10 @@ def pocket_folders(config: Any) -> list[str]:
     return ["target", *sorted(set(re.findall(r"{pocket}/([\w.-]+)", json.dumps(config))))]
 
 
-def _located(value: Any, folder: Path) -> Any:
+def located(value: Any, folder: Path) -> Any:
     """The same with `{pocket}` filled in."""
     if isinstance(value, dict):
-        return {key: _located(inner, folder) for key, inner in value.items()}
+        return {key: located(inner, folder) for key, inner in value.items()}
     return value.replace("{pocket}", str(folder)) if isinstance(value, str) else value
 
 

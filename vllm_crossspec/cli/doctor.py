@@ -240,14 +240,27 @@ def check_pocket() -> list[Check]:
 def _model_problem(folder: Path) -> str | None:
     if not any((folder / file).is_file() for file in POCKET_FILES):
         return f"{folder} holds no model"
-    reader = _import("vllm_crossspec.drafters.checkpoint")
-    if isinstance(reader, str):
-        return reader
     try:
-        reader.check_weight_files(folder, folder.name)
-    except ValueError as problem:
+        if (folder / "calibration.json").is_file():
+            from vllm_crossspec.adaptive.calibration import read_calibration
+
+            read_calibration(folder / "calibration.json", folder.name)
+        elif "flash_head_cache_dir" in _settings(folder):
+            from vllm_crossspec.heads.flashhead.assets import read_assets
+
+            read_assets(folder, key=folder.name)
+        else:
+            from vllm_crossspec.drafters.checkpoint import check_weight_files
+
+            check_weight_files(folder, folder.name)
+    except (ImportError, OSError, ValueError) as problem:  # a broken binary raises OSError
         return str(problem)
     return None
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    file = folder / "config.json"
+    return json.loads(file.read_text()) if file.is_file() else {}
 
 
 def check_memory() -> list[Check]:
