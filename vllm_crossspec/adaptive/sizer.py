@@ -67,7 +67,8 @@ class TreeSizer:
             self._event.record()
             self._event.synchronize()
             bins = self._host
-        return bins[:num_reqs].numpy().astype(np.int64)
+        found: npt.NDArray[np.int64] = bins[:num_reqs].numpy().astype(np.int64)
+        return found
 
     def sizing(self, bins: npt.NDArray[np.int64], depths: torch.Tensor) -> Sizing:
         """What the trees of these bins (int64 [R]) are given; ``depths`` is what :meth:`assess` wrote."""
