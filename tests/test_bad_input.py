@@ -3,6 +3,7 @@
 import json
 import shutil
 import subprocess
+from pathlib import Path
 
 import engines
 import pytest
@@ -11,6 +12,7 @@ from servers import command
 from vllm_crossspec.engine import compat
 
 pytestmark = pytest.mark.e2e
+CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 def config_of(spec, **extra):
@@ -231,6 +233,14 @@ def test_good_settings_are_resolved():
     config = config_of({k: v for k, v in DFLASH.items() if k != "num_speculative_tokens"})
     assert config.speculative_config.num_speculative_tokens == 7
     assert config.additional_config["crossspec"]["drafters"]["dflash"]["target_layers"]
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("pocket-*.json")), ids=lambda file: file.stem)
+def test_the_pocket_configurations_fit_the_pocket_target(file, monkeypatch):
+    monkeypatch.chdir(CONFIGS.parent)  # their paths are relative to the repository
+    raw = json.loads(file.read_text())
+    config = config_of(raw)
+    assert config.additional_config["crossspec"]["method"] == raw["method"]
 
 
 def test_native_methods_stay_untouched():
