@@ -386,3 +386,17 @@ def test_ours_equals_the_public_implementation(tmp_path, monkeypatch, probes):
             head = FlashHead(weight, assets._replace(special_token_ids=special), num_probes=probes, max_rows=80)
             expected = [int(reference.get_next_token(row[None, None])) for row in hidden]
             assert head.best_token(hidden).tolist() == expected
+
+
+def test_the_gpu_benchmark_counts_launches_without_a_gpu(tmp_path, monkeypatch):
+    if torch.cuda.is_available():
+        pytest.skip("it times them here")
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    words = ["--size", "96,8", "--batch-sizes", "1,3", "--json", str(tmp_path / "out")]
+    importlib.import_module("flashhead_gpu").main(words)
+    rows = json.loads((tmp_path / "out").read_text())["rows"]
+    assert {(row["call"], row["launches"]) for row in rows if row["head"] != "dense"} == {
+        ("choice", 4),
+        ("candidates", 5),
+    }
+    assert len(rows) == 2 * 2 * 5
