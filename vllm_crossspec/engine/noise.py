@@ -16,6 +16,18 @@ BLOCK = 1024
 
 
 @triton.jit
+def _gumbel(seed, position, key, USE_FP64: tl.constexpr):
+    # The very expressions of vLLM's sampler, so that the draft sees the very numbers.
+    if USE_FP64:
+        u = murmur3_uniform64(seed, position, key)
+        noise = (-tl.log(-tl.log(u))).to(tl.float32)
+    else:
+        u = murmur3_uniform32(seed, position, key)
+        noise = -tl.log(-_log1p_neg_stable(u))
+    return noise
+
+
+@triton.jit
 def _add_target_noise_kernel(
     logits_ptr,  # [rows, vocabulary], the drafter's
     logits_stride,
@@ -43,14 +55,7 @@ def _add_target_noise_kernel(
         key = token
         if offsets_ptr is not None:
             key = token + tl.load(offsets_ptr + token, mask=inside, other=0)
-        # The very expressions of vLLM's sampler, so that the draft sees the very numbers.
-        if USE_FP64:
-            u = murmur3_uniform64(seed, position, key)
-            noise = (-tl.log(-tl.log(u))).to(tl.float32)
-        else:
-            u = murmur3_uniform32(seed, position, key)
-            noise = -tl.log(-_log1p_neg_stable(u))
-        x = x / temperature + noise
+        x = x / temperature + _gumbel(seed, position, key, USE_FP64)
     tl.store(out_ptr + row * out_stride + token, x, mask=inside)
 
 
@@ -136,13 +141,7 @@ def _add_candidate_noise_kernel(
         key = token
         if offsets_ptr is not None:
             key = token + tl.load(offsets_ptr + token, mask=inside, other=0)
-        if USE_FP64:
-            u = murmur3_uniform64(seed, position, key)
-            noise = (-tl.log(-tl.log(u))).to(tl.float32)
-        else:
-            u = murmur3_uniform32(seed, position, key)
-            noise = -tl.log(-_log1p_neg_stable(u))
-        x = x / temperature + noise  # one that is no candidate stays at -inf
+        x = x / temperature + _gumbel(seed, position, key, USE_FP64)  # one that is no candidate stays at -inf
         tl.store(scores_ptr + place, x, mask=inside)
         best = tl.max(tl.where(x > float("-inf"), pack(x, token), NO_CANDIDATE), axis=1)
         tl.store(packed_ptr + row * num_packed + p, best, mask=p < num_packed)

@@ -10,7 +10,7 @@ twice before the head, both as in the reference (``fvliang/DART``), whose checkp
 
 import functools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -21,18 +21,17 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from vllm_crossspec.devices import choose_device
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
-from vllm_crossspec.training.acceptance import measure, report
+from vllm_crossspec.training.acceptance import measure
 from vllm_crossspec.training.blocks import EntryLayer, RMSNorm, draft_attention, initialise, rotate, write_drafter
+from vllm_crossspec.training.drafter_run import run_training
 from vllm_crossspec.training.eagle3 import draft_vocabulary
 from vllm_crossspec.training.generations import (
     Batch,
     Generation,
-    claim,
-    generation_batches,
     read_generations,
     sample_anchors,
 )
-from vllm_crossspec.training.loop import LoopConfig, Trainer
+from vllm_crossspec.training.loop import LoopConfig
 from vllm_crossspec.training.states import FrozenTarget, States, load_target
 
 Attention = Literal["dense", "flex"]
@@ -298,22 +297,23 @@ def train_dart(
         raise ValueError(f"--num-drafts {config.num_drafts} must be at least 2: an entry and one mask")
     target = FrozenTarget(causal_lm, default_target_layers(settings.num_hidden_layers), config.bfloat16)
     rows = read_generations(data, "train", settings.vocab_size)
-    held_out = read_generations(data, "dev", settings.vocab_size) if list(data.glob("dev-*.jsonl.gz")) else []
     kept, _ = draft_vocabulary(rows, config.draft_vocab_size, settings.vocab_size)
     model = DartDrafter(config, settings, kept, loop.seed).to(place)
     with torch.no_grad():
         model.lm_head.weight.copy_(target.head[model.kept])
 
-    def evaluate() -> dict[str, float]:
-        write_drafter(out / "model", *checkpoint(model, config, settings))
-        return offline_acceptance(model, target, held_out[: config.eval_rows], config)
-
-    settings_now = asdict(config) | asdict(loop) | {"data": str(data.resolve()), "target": str(target_folder.resolve())}
-    claim(out, "recipe.json", settings_now)
-    stream = generation_batches(rows, config.rows_per_step, loop.seed)
-    loss = lambda m, b, g: dart_loss(m, target, b.to(place), config, g)  # noqa: E731
-    trainer = Trainer(model, stream, loss, out, loop, evaluate)
-    trainer.run("dart")
-    write_drafter(out / "model", *checkpoint(model, config, settings))
-    figures = offline_acceptance(model, target, held_out, config)
-    return report("dart", figures, out / "acceptance.json")
+    return run_training(
+        "dart",
+        model,
+        rows=rows,
+        data=data,
+        target_folder=target_folder,
+        vocab_size=settings.vocab_size,
+        out=out,
+        config=config,
+        loop=loop,
+        place=place,
+        loss=lambda batch, generator: dart_loss(model, target, batch, config, generator),
+        write=lambda: write_drafter(out / "model", *checkpoint(model, config, settings)),
+        acceptance=lambda rows: offline_acceptance(model, target, rows, config),
+    )

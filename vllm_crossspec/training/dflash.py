@@ -10,7 +10,7 @@ position a (the anchor), then masks at a + 1, a + 2, ...; its tokens see one ano
 context before a. The output at a mask is the draft of its own position. Embedding and head are the target's.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,18 +18,17 @@ import torch.nn.functional as F
 from torch import nn
 
 from vllm_crossspec.devices import choose_device
-from vllm_crossspec.training.acceptance import measure, report
+from vllm_crossspec.training.acceptance import measure
 from vllm_crossspec.training.blocks import MLP, RMSNorm, draft_attention, initialise, rotate, write_drafter
 from vllm_crossspec.training.data import MASK
+from vllm_crossspec.training.drafter_run import run_training
 from vllm_crossspec.training.generations import (
     Batch,
     Generation,
-    claim,
-    generation_batches,
     read_generations,
     sample_anchors,
 )
-from vllm_crossspec.training.loop import LoopConfig, Trainer
+from vllm_crossspec.training.loop import LoopConfig
 from vllm_crossspec.training.states import FrozenTarget, States, load_target
 
 
@@ -274,20 +273,20 @@ def train_dflash(
         raise ValueError(f"--block-size {config.block_size} must be at least 2: an anchor and one mask")
     ids = target_layer_ids(settings.num_hidden_layers, config.num_target_layers)
     target = FrozenTarget(causal_lm, [i + 1 for i in ids], config.bfloat16)
-    rows = read_generations(data, "train", settings.vocab_size)
-    held_out = read_generations(data, "dev", settings.vocab_size) if list(data.glob("dev-*.jsonl.gz")) else []
     model = DFlashDrafter(config, settings, loop.seed).to(place)
 
-    def evaluate() -> dict[str, float]:
-        write_drafter(out / "model", *checkpoint(model, config, settings, mask_id))
-        return offline_acceptance(model, target, held_out[: config.eval_rows], config, mask_id)
-
-    settings_now = asdict(config) | asdict(loop) | {"data": str(data.resolve()), "target": str(target_folder.resolve())}
-    claim(out, "recipe.json", settings_now)
-    stream = generation_batches(rows, config.rows_per_step, loop.seed)
-    loss = lambda m, b, g: dflash_loss(m, target, b.to(place), config, mask_id, g)  # noqa: E731
-    trainer = Trainer(model, stream, loss, out, loop, evaluate)
-    trainer.run("dflash")
-    write_drafter(out / "model", *checkpoint(model, config, settings, mask_id))
-    figures = offline_acceptance(model, target, held_out, config, mask_id)
-    return report("dflash", figures, out / "acceptance.json")
+    return run_training(
+        "dflash",
+        model,
+        rows=read_generations(data, "train", settings.vocab_size),
+        data=data,
+        target_folder=target_folder,
+        vocab_size=settings.vocab_size,
+        out=out,
+        config=config,
+        loop=loop,
+        place=place,
+        loss=lambda batch, generator: dflash_loss(model, target, batch, config, mask_id, generator),
+        write=lambda: write_drafter(out / "model", *checkpoint(model, config, settings, mask_id)),
+        acceptance=lambda rows: offline_acceptance(model, target, rows, config, mask_id),
+    )

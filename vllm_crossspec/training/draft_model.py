@@ -4,7 +4,7 @@ It reads no states of the target, only text; what it learns is the target's next
 the target's own responses (sequence-level and word-level distillation, Kim and Rush 2016).
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from vllm_crossspec.devices import choose_device
-from vllm_crossspec.training.acceptance import measure, report
-from vllm_crossspec.training.generations import Batch, Generation, claim, generation_batches, read_generations
-from vllm_crossspec.training.loop import LoopConfig, Trainer
+from vllm_crossspec.training.acceptance import measure
+from vllm_crossspec.training.drafter_run import run_training
+from vllm_crossspec.training.generations import Batch, Generation, read_generations
+from vllm_crossspec.training.loop import LoopConfig
 from vllm_crossspec.training.states import FrozenTarget, load_target
 from vllm_crossspec.training.target import export
 
@@ -154,20 +155,20 @@ def train_draft_model(
     vocab_size = causal_lm.config.vocab_size
     target = FrozenTarget(causal_lm, (0,), config.bfloat16)  # a tap is asked for, and none is read
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
-    rows = read_generations(data, "train", vocab_size)
-    held_out = read_generations(data, "dev", vocab_size) if list(data.glob("dev-*.jsonl.gz")) else []
     model = build_draft_model(config, target, loop.seed).to(place)
 
-    def evaluate() -> dict[str, float]:
-        export(model, tokenizer, out / "model")
-        return offline_acceptance(model, target, held_out[: config.eval_rows], config)
-
-    settings_now = asdict(config) | asdict(loop) | {"data": str(data.resolve()), "target": str(target_folder.resolve())}
-    claim(out, "recipe.json", settings_now)
-    stream = generation_batches(rows, config.rows_per_step, loop.seed)
-    loss = lambda m, b, g: distillation_loss(m, target, b.to(place), config)  # noqa: E731
-    trainer = Trainer(model, stream, loss, out, loop, evaluate)
-    trainer.run("draft model")
-    export(model, tokenizer, out / "model")
-    figures = offline_acceptance(model, target, held_out, config)
-    return report("draft model", figures, out / "acceptance.json")
+    return run_training(
+        "draft model",
+        model,
+        rows=read_generations(data, "train", vocab_size),
+        data=data,
+        target_folder=target_folder,
+        vocab_size=vocab_size,
+        out=out,
+        config=config,
+        loop=loop,
+        place=place,
+        loss=lambda batch, generator: distillation_loss(model, target, batch, config),
+        write=lambda: export(model, tokenizer, out / "model"),
+        acceptance=lambda rows: offline_acceptance(model, target, rows, config),
+    )

@@ -11,7 +11,7 @@ steps of its own draft. The output is normed for the head alone.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,17 +20,16 @@ from torch import nn
 
 from vllm_crossspec.devices import choose_device
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
-from vllm_crossspec.training.acceptance import measure, report
+from vllm_crossspec.training.acceptance import measure
 from vllm_crossspec.training.blocks import EntryLayer, RMSNorm, draft_attention, initialise, rotate, write_drafter
+from vllm_crossspec.training.drafter_run import run_training
 from vllm_crossspec.training.generations import (
     Batch,
     Generation,
-    claim,
-    generation_batches,
     read_generations,
     sample_anchors,
 )
-from vllm_crossspec.training.loop import LoopConfig, Trainer
+from vllm_crossspec.training.loop import LoopConfig
 from vllm_crossspec.training.states import FrozenTarget, States, load_target
 
 
@@ -246,22 +245,23 @@ def train_eagle3(
         raise ValueError(f"--draft-vocab {config.draft_vocab_size} must lie within 1..{settings.vocab_size}")
     target = FrozenTarget(causal_lm, default_target_layers(settings.num_hidden_layers), config.bfloat16)
     rows = read_generations(data, "train", settings.vocab_size)
-    held_out = read_generations(data, "dev", settings.vocab_size) if list(data.glob("dev-*.jsonl.gz")) else []
     kept, _ = draft_vocabulary(rows, config.draft_vocab_size, settings.vocab_size)
     model = Eagle3Drafter(config, settings, kept, loop.seed).to(place)
     with torch.no_grad():
         model.lm_head.weight.copy_(target.head[model.kept])
 
-    def evaluate() -> dict[str, float]:
-        write_drafter(out / "model", *checkpoint(model, config, settings))
-        return offline_acceptance(model, target, held_out[: config.eval_rows], config)
-
-    settings_now = asdict(config) | asdict(loop) | {"data": str(data.resolve()), "target": str(target_folder.resolve())}
-    claim(out, "recipe.json", settings_now)
-    stream = generation_batches(rows, config.rows_per_step, loop.seed)
-    loss = lambda m, b, g: eagle3_loss(m, target, b.to(place), config, g)  # noqa: E731
-    trainer = Trainer(model, stream, loss, out, loop, evaluate)
-    trainer.run("eagle3")
-    write_drafter(out / "model", *checkpoint(model, config, settings))
-    figures = offline_acceptance(model, target, held_out, config)
-    return report("eagle3", figures, out / "acceptance.json")
+    return run_training(
+        "eagle3",
+        model,
+        rows=rows,
+        data=data,
+        target_folder=target_folder,
+        vocab_size=settings.vocab_size,
+        out=out,
+        config=config,
+        loop=loop,
+        place=place,
+        loss=lambda batch, generator: eagle3_loss(model, target, batch, config, generator),
+        write=lambda: write_drafter(out / "model", *checkpoint(model, config, settings)),
+        acceptance=lambda rows: offline_acceptance(model, target, rows, config),
+    )
