@@ -156,6 +156,37 @@ class Proposer(ABC):
     def capture(self) -> None: ...
 
 
+class HeadSampling:
+    """First choices from a proposer's head, in the place of vLLM's; stands before vLLM's speculator among the bases."""
+
+    def sample_draft(
+        self,
+        hidden_states: torch.Tensor,
+        sample_src_positions: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        draft_step: torch.Tensor,
+        draft_logits: torch.Tensor | None,
+        spec_step_idx: int = 0,
+    ) -> torch.Tensor:
+        """First choices, coupled with the target's noise where the drafts are to be.
+
+        Args:
+            hidden_states: [R, H]. The other arguments are vLLM's.
+
+        Returns:
+            int64 [R] token ids of the target's vocabulary.
+        """
+        keys = (sample_src_positions, idx_mapping, temperature, seeds)
+        if self.samples_natively(draft_logits):  # type: ignore[attr-defined]
+            return super().sample_draft(  # type: ignore[misc]
+                hidden_states, *keys, draft_step, draft_logits, spec_step_idx
+            )
+        coupling = self.coupling(idx_mapping, sample_src_positions, temperature, seeds)  # type: ignore[attr-defined]
+        return self.head.choose(hidden_states, coupling)  # type: ignore[attr-defined]
+
+
 def without_schedule(vllm_config: VllmConfig) -> VllmConfig:
     """The config without draft lengths by batch size, for CUDA graphs of passes whose width does not follow them."""
     own = copy.copy(vllm_config)

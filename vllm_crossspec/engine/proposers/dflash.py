@@ -10,12 +10,12 @@ from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator, prepare_dflash_inputs
 
 from vllm_crossspec.engine.loading import load_drafter
-from vllm_crossspec.engine.proposers.base import Proposer, native_arguments, without_schedule
+from vllm_crossspec.engine.proposers.base import HeadSampling, Proposer, native_arguments, without_schedule
 from vllm_crossspec.engine.proposers.marginals import MarginalTreeProposer
 from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
 
 
-class DFlashProposer(DFlashSpeculator, Proposer):
+class DFlashProposer(HeadSampling, DFlashSpeculator, Proposer):
     """K tokens in one non-causal forward over [last token, K masks]; the context is K/V of target states."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
@@ -46,23 +46,6 @@ class DFlashProposer(DFlashSpeculator, Proposer):
     def head_rows_per_req(self) -> int:
         """A block's."""
         return self.num_speculative_steps
-
-    def sample_draft(
-        self,
-        hidden_states: torch.Tensor,
-        sample_src_positions: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        draft_step: torch.Tensor,
-        draft_logits: torch.Tensor | None,
-        spec_step_idx: int = 0,
-    ) -> torch.Tensor:
-        """First choices, coupled with the target's noise where the drafts are to be (arguments are vLLM's)."""
-        arguments = (sample_src_positions, idx_mapping, temperature, seeds, draft_step, draft_logits, spec_step_idx)
-        if self.samples_natively(draft_logits):
-            return super().sample_draft(hidden_states, *arguments)
-        return self.head.choose(hidden_states, self.coupling(idx_mapping, sample_src_positions, temperature, seeds))
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
         """Context rows that a graph stores: a whole verification's, which of trees is wider than a block."""

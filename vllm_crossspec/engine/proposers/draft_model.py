@@ -17,12 +17,12 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
 
 from vllm_crossspec.drafters.draft_model.inputs import NUM_ROWS, PairRows, prepare_pairs
 from vllm_crossspec.engine.loading import load_language_model, standalone_config
-from vllm_crossspec.engine.proposers.base import Proposer
+from vllm_crossspec.engine.proposers.base import HeadSampling, Proposer
 from vllm_crossspec.engine.row_graphs import RowGraphManager
 from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
 
 
-class DraftModelProposer(TargetDependentARSpeculator, Proposer):
+class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
     """A chain of K tokens from a model that reads the text alone (FlashHead for drafters, Ma and Wang 2026, section 3).
 
     At the start of a round its cache holds the text up to the last accepted token, that one not always included, for a
@@ -305,23 +305,6 @@ class DraftModelProposer(TargetDependentARSpeculator, Proposer):
         ):
             states: torch.Tensor = self.model(input_ids=token_ids, positions=positions)
         return states
-
-    def sample_draft(
-        self,
-        hidden_states: torch.Tensor,
-        sample_src_positions: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        draft_step: torch.Tensor,
-        draft_logits: torch.Tensor | None,
-        spec_step_idx: int = 0,
-    ) -> torch.Tensor:
-        """First choices int64 [R], coupled with the target's noise where drafts are to be (arguments are vLLM's)."""
-        arguments = (sample_src_positions, idx_mapping, temperature, seeds)
-        if self.samples_natively(draft_logits):
-            return super().sample_draft(hidden_states, *arguments, draft_step, draft_logits, spec_step_idx)
-        return self.head.choose(hidden_states, self.coupling(idx_mapping, sample_src_positions, temperature, seeds))
 
 
 def _has_prompt_rows(batch: Any) -> bool:

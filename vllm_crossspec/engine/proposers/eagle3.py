@@ -11,13 +11,13 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
 
 from vllm_crossspec.engine.loading import load_drafter
-from vllm_crossspec.engine.proposers.base import Proposer, native_arguments
+from vllm_crossspec.engine.proposers.base import HeadSampling, Proposer, native_arguments
 from vllm_crossspec.engine.proposers.one_layer import write_entries
 from vllm_crossspec.engine.row_graphs import RowGraphManager
 from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
 
 
-class Eagle3Proposer(EagleSpeculator, Proposer):
+class Eagle3Proposer(HeadSampling, EagleSpeculator, Proposer):
     """A chain of K tokens, one forward of the one-layer drafter each (EAGLE-3, Li et al. 2025, section 3)."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
@@ -116,35 +116,3 @@ class Eagle3Proposer(EagleSpeculator, Proposer):
     ) -> None:
         """Keys and values of the one layer: two norms, one projection, rotation, one cache write."""
         write_entries(self.model.model, features, next_tokens, positions, kv_slots[0])
-
-    def sample_draft(
-        self,
-        hidden_states: torch.Tensor,
-        sample_src_positions: torch.Tensor,
-        idx_mapping: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        draft_step: torch.Tensor,
-        draft_logits: torch.Tensor | None,
-        spec_step_idx: int = 0,
-    ) -> torch.Tensor:
-        """First choices, coupled with the target's noise where the drafts are to be.
-
-        Args:
-            hidden_states: [R, H]. The other arguments are vLLM's.
-
-        Returns:
-            int64 [R] token ids of the target's vocabulary.
-        """
-        if self.samples_natively(draft_logits):
-            return super().sample_draft(
-                hidden_states,
-                sample_src_positions,
-                idx_mapping,
-                temperature,
-                seeds,
-                draft_step,
-                draft_logits,
-                spec_step_idx,
-            )
-        return self.head.choose(hidden_states, self.coupling(idx_mapping, sample_src_positions, temperature, seeds))
