@@ -165,7 +165,8 @@ def verify_cases(batch_size: int, shape: Shape, options: argparse.Namespace) -> 
         return torch.zeros(size, dtype=torch.int32, device=DEVICE)
 
     prepared = {
-        **{k: getattr(step, k) for k in Step._fields[:8]},
+        **{k: getattr(step, k) for k in Step._fields[:8] if k != "cu_num_logits"},
+        "cu_rows": step.cu_num_logits,
         "row_mask": int32(num_tokens, -(-width // 32)),
         "prefix_len": int32(batch_size),
         "num_live": int32(batch_size),

@@ -55,8 +55,11 @@ KINDS = {
 }
 
 
-def make_step(seed, num_nodes, max_depth, kinds=tuple(KINDS), index_dtype=torch.int64, prefix=None):
-    """A step with one request of each kind in random order; ``prefix`` tokens before each, or a random number."""
+def make_step(seed, num_nodes, max_depth, kinds=tuple(KINDS), index_dtype=torch.int64, prefix=None, contemplates=False):
+    """A step with one request of each kind in random order; ``prefix`` tokens before each, or a random number.
+
+    With ``contemplates`` the drafts are ``num_nodes`` nodes and a contemplate row for each of them and for the root.
+    """
     rng = random.Random(seed)
     kinds = rng.sample(kinds, len(kinds))
     num_slots = len(kinds) + 3
@@ -66,7 +69,7 @@ def make_step(seed, num_nodes, max_depth, kinds=tuple(KINDS), index_dtype=torch.
     query, logits, seq_lens, mapping, positions = [0], [0], [], [], []
     for slot, kind in zip(slots, kinds, strict=True):
         kept, live, begin = KINDS[kind]
-        num_drafts = -int(-kept * num_nodes // 1)
+        num_drafts = -int(-kept * (2 * num_nodes + 1 if contemplates else num_nodes) // 1)
         before = rng.randrange(1, 200) if prefix is None else prefix
         num_rows = {"chunk": 9, "padding": 0}.get(begin, num_drafts + 1)
         sizes[slot] = int(live * num_nodes)
@@ -89,14 +92,16 @@ def make_step(seed, num_nodes, max_depth, kinds=tuple(KINDS), index_dtype=torch.
     )
 
 
-def prepare(implementation, step, max_depth):
+def prepare(implementation, step, max_depth, num_soft=0, **options):
     """What ``prepare_rows`` of a module makes of the step; outputs that it leaves alone are poison."""
-    num_reqs, num_words = step.idx_mapping.shape[0], step.parents.shape[1] // 32 + 1
+    num_reqs, num_words = step.idx_mapping.shape[0], int(step.cu_num_logits.diff().max() - 1) // 32 + 1
     outputs = {
         "positions": step.positions.clone(),
-        "row_mask": poisoned(step.positions.shape[0] + 5, num_words),
+        "row_mask": poisoned(step.positions.shape[0] + 5, num_words + -(-num_soft // 32)),
         "prefix_len": poisoned(num_reqs + 2),
         "num_live": poisoned(num_reqs + 2),
     }
-    implementation.prepare_rows(**{**step._asdict(), **outputs}, max_depth=max_depth)
+    inputs = step._asdict()
+    inputs["cu_rows"] = inputs.pop("cu_num_logits")
+    implementation.prepare_rows(**{**inputs, **outputs}, max_depth=max_depth, num_soft=num_soft, **options)
     return outputs

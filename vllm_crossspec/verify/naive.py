@@ -2,14 +2,14 @@
 
 import torch
 
-from vllm_crossspec.verify.tail_attention import DenseTail, PagedTail
+from vllm_crossspec.verify.tail_attention import DenseTail, PagedTail, soft_words
 
 
 def prepare_rows(
     *,
     idx_mapping: torch.Tensor,
     query_start_loc: torch.Tensor,
-    cu_num_logits: torch.Tensor,
+    cu_rows: torch.Tensor,
     seq_lens: torch.Tensor,
     prefill_len: torch.Tensor,
     parents: torch.Tensor,
@@ -19,30 +19,39 @@ def prepare_rows(
     prefix_len: torch.Tensor,
     num_live: torch.Tensor,
     max_depth: int,
+    contemplates: bool = False,
+    num_soft: int = 0,
 ) -> None:
     """See :func:`vllm_crossspec.verify.rows.prepare_rows`."""
-    words = torch.arange(row_mask.shape[1] * 32, device=row_mask.device)
+    num_words = row_mask.shape[1] - soft_words(num_soft)
+    words = torch.arange(num_words * 32, device=row_mask.device)
+    soft = torch.arange(soft_words(num_soft) * 32, device=row_mask.device) < num_soft
     for request, slot in enumerate(idx_mapping.tolist()):
         seq_len = int(seq_lens[request])
-        num_logits = int(cu_num_logits[request + 1] - cu_num_logits[request])
-        root = seq_len - num_logits
-        drafted = slot >= 0 and num_logits > 1
+        num_rows = int(cu_rows[request + 1] - cu_rows[request])
+        root = seq_len - num_rows
+        drafted = slot >= 0 and num_rows > 1
         proposed = drafted and root >= int(prefill_len[slot])
-        live = min(num_logits - 1, int(sizes[slot])) if proposed else 0
+        nodes = (num_rows - 2) // 2 if contemplates and num_rows > 1 else num_rows - 1
+        live = min(nodes, int(sizes[slot])) if proposed else 0
         num_live[request] = live
         prefix_len[request] = root if drafted else seq_len
         if not drafted:
             continue
-        first = int(query_start_loc[request + 1]) - num_logits
-        for row in range(num_logits):
-            if proposed:
-                ancestors = ancestors_of(row, parents[slot].tolist()) if row <= live else [0]
-                depth = len(ancestors) if row <= live else 1
+        first = int(query_start_loc[request + 1]) - num_rows
+        for row in range(num_rows):
+            node = row - nodes - 1 if row > nodes else row  # a contemplate row stands behind this one
+            if not proposed and node <= nodes:
+                line, depth = list(range(node + 1)), node
+            elif node <= live:
+                line = [node, *ancestors_of(node, parents[slot].tolist())]
+                depth = len(line) - 1
             else:
-                ancestors, depth = list(range(row)), row
+                line, depth = [0], 0 if row > nodes else 1
             assert depth <= max(max_depth, 1) or not proposed
-            seen = torch.isin(words, torch.tensor([row, *ancestors], device=words.device))
-            row_mask[first + row] = pack_bits(seen)
+            depth += row > nodes
+            seen = torch.isin(words, torch.tensor([row, *line], device=words.device))
+            row_mask[first + row] = pack_bits(torch.cat([seen, soft & (row > nodes)]))
             positions[first + row] = root + depth
 
 
@@ -122,17 +131,22 @@ def tail_attention(
     scale: float,
     num_reqs: int,
     max_query_len: int,
+    soft: torch.Tensor | None = None,
 ) -> None:
     """See :func:`vllm_crossspec.verify.tail_attention.tail_attention`."""
+    num_words = row_mask.shape[1] - soft_words(0 if soft is None else soft.shape[2])
     for request in range(num_reqs):
         first, last = query_start_loc[request : request + 2].tolist()
         keys, values = _tail_of(tail, request, last - first)
         if not keys.shape[0] or first == last:
             continue
+        seen = unpack_bits(row_mask[first:last, :num_words])[:, : keys.shape[0]]
+        if soft is not None:
+            keys, values = (torch.cat([x, y.transpose(0, 1)]) for x, y in zip((keys, values), soft, strict=True))
+            seen = torch.cat([seen, unpack_bits(row_mask[first:last, num_words:])[:, : soft.shape[2]]], dim=1)
         group = query.shape[1] // keys.shape[1]
         keys, values = (x.float().repeat_interleave(group, 1) for x in (keys, values))
         scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), keys) * scale
-        seen = unpack_bits(row_mask[first:last])[:, : keys.shape[0]]
         scores = scores.masked_fill(~seen, float("-inf"))
         prefix = lse[:, first:last].float()
         prefix = torch.where(prefix.isinf(), float("-inf"), prefix)

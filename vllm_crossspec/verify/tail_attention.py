@@ -4,6 +4,9 @@ A fast backend attends to each request's prefix without a mask and leaves its ou
 the prefix is short, and every query row sees its own subset of it. Keys of the tail come from the paged KV cache (a
 target that verifies a tree) or from a dense scratch (an autoregressive drafter that grows one).
 
+Some rows may see learned keys and values in front of everything else, which lie in no cache: ConFu's soft prompts (Qin
+et al. 2026, section 3.1). The softmax goes on over them as it does over the tail.
+
 The query heads that share a KV head are laid beside the query rows in one tile, so that each key is read once for all
 of them and even a few rows fill the tensor cores: tile row m is query row m // GROUP and head m % GROUP of the group.
 """
@@ -45,6 +48,53 @@ class DenseTail(NamedTuple):
     length: torch.Tensor
 
 
+@triton.jit
+def _seen_bits(
+    mask_row,  # pointers [BLOCK_M] to int32 words
+    present,
+    key,
+    key_start,
+    num_words,
+    BLOCK_N: tl.constexpr,
+):
+    """Whether each row sees each key of a block, int [BLOCK_M, BLOCK_N]: bits ``key`` of the rows' words."""
+    word = key_start // 32
+    bits = tl.load(mask_row + word, mask=present, other=0)[:, None]
+    if BLOCK_N == 64:
+        upper = tl.load(mask_row + tl.minimum(word + 1, num_words - 1), mask=present, other=0)
+        bits = tl.where((key < key_start + 32)[None, :], bits, upper[:, None])
+    return (bits >> (key % 32)[None, :]) & 1
+
+
+@triton.jit
+def _continue_softmax(
+    query,  # [BLOCK_M, HEAD_P2]
+    k,  # [BLOCK_N, HEAD_P2]
+    v,  # [BLOCK_N, HEAD_P2]
+    seen,  # bool [BLOCK_M, BLOCK_N]
+    scale_log2,
+    maximum,  # float32 [BLOCK_M]
+    total,  # float32 [BLOCK_M]
+    accumulator,  # float32 [BLOCK_M, HEAD_P2]
+    PRECISION: tl.constexpr,
+    OPERAND: tl.constexpr,
+):
+    """One block of keys more: the running maximum, the sum of the weights and the weighted values after it."""
+    scores = tl.dot(query.to(OPERAND), tl.trans(k.to(query.dtype).to(OPERAND)), input_precision=PRECISION)
+    scores *= scale_log2
+    scores = tl.where(seen, scores, float("-inf"))
+    new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
+    # A row that has seen nothing yet keeps -inf, and -inf - -inf is no number.
+    shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    weights = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(maximum - shift)
+    total = total * decay + tl.sum(weights, axis=1)
+    accumulator = accumulator * decay[:, None]
+    weights = weights.to(query.dtype).to(OPERAND)
+    accumulator += tl.dot(weights, v.to(query.dtype).to(OPERAND), input_precision=PRECISION)
+    return new_maximum, total, accumulator
+
+
 # The log-sum-exp is as wide as the batch: a variant for each divisibility would be compiled in the middle of serving.
 @triton.jit(do_not_specialize=["lse_head_stride"])
 def _tail_attention_kernel(
@@ -58,9 +108,9 @@ def _tail_attention_kernel(
     lse_head_stride,
     lse_row_stride,
     query_start_loc_ptr,  # int32 [R + 1]
-    row_mask_ptr,  # int32 [rows, W]
+    row_mask_ptr,  # int32 [rows, W + ceil(SOFT / 32)]
     row_mask_stride,
-    num_words,
+    num_words,  # W
     cache_ptr,  # paged: [blocks, kv_heads, block_size, 2 * D]; dense: [R, rows, 2, kv_heads, D]
     cache_block_stride,  # dense: of a request
     cache_head_stride,
@@ -72,6 +122,7 @@ def _tail_attention_kernel(
     max_blocks,
     start_ptr,  # int32 [R] prefix lengths; unused if dense
     end_ptr,  # int32 [R] sequence lengths; dense: int32 [1]
+    soft_ptr,  # [2, kv_heads, SOFT, D], contiguous; None if SOFT is 0
     scale_log2,
     PAGED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -80,6 +131,8 @@ def _tail_attention_kernel(
     HEAD_P2: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SOFT: tl.constexpr,
+    SOFT_N: tl.constexpr,
     PRECISION: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
@@ -141,26 +194,41 @@ def _tail_attention_kernel(
             k = tl.load(address, mask=wanted, other=0.0)
             v = tl.load(address + cache_value_offset, mask=wanted, other=0.0)
 
-            word = key_start // 32
-            bits = tl.load(mask_row + word, mask=present, other=0)[:, None]
-            if BLOCK_N == 64:
-                upper = tl.load(mask_row + tl.minimum(word + 1, num_words - 1), mask=present, other=0)
-                bits = tl.where((key < key_start + 32)[None, :], bits, upper[:, None])
-            seen = (bits >> (key % 32)[None, :]) & 1
-            scores = tl.dot(query.to(OPERAND), tl.trans(k.to(query.dtype).to(OPERAND)), input_precision=PRECISION)
-            scores *= scale_log2
-            scores = tl.where((seen != 0) & in_tail[None, :], scores, float("-inf"))
+            seen = _seen_bits(mask_row, present, key, key_start, num_words, BLOCK_N)
+            maximum, total, accumulator = _continue_softmax(
+                query,
+                k,
+                v,
+                (seen != 0) & in_tail[None, :],
+                scale_log2,
+                maximum,
+                total,
+                accumulator,
+                PRECISION,
+                OPERAND,
+            )
 
-            new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
-            # A row that has seen nothing yet keeps -inf, and -inf - -inf is no number.
-            shift = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-            weights = tl.exp2(scores - shift[:, None])
-            decay = tl.exp2(maximum - shift)
-            total = total * decay + tl.sum(weights, axis=1)
-            accumulator = accumulator * decay[:, None]
-            weights = weights.to(query.dtype).to(OPERAND)
-            accumulator += tl.dot(weights, v.to(query.dtype).to(OPERAND), input_precision=PRECISION)
-            maximum = new_maximum
+        if SOFT > 0:
+            for soft_start in tl.range(0, SOFT, SOFT_N):
+                prompt = soft_start + tl.arange(0, SOFT_N)
+                wanted = (prompt < SOFT)[:, None] & (column < HEAD)[None, :]
+                address = soft_ptr + (kv_head.to(tl.int64) * SOFT + prompt)[:, None] * HEAD + column[None, :]
+                k = tl.load(address, mask=wanted, other=0.0)
+                # The values lie behind the keys of all heads.
+                v = tl.load(address + tl.num_programs(1).to(tl.int64) * SOFT * HEAD, mask=wanted, other=0.0)
+                seen = _seen_bits(mask_row + num_words, present, prompt, soft_start, tl.cdiv(SOFT, 32), SOFT_N)
+                maximum, total, accumulator = _continue_softmax(
+                    query,
+                    k,
+                    v,
+                    (seen != 0) & (prompt < SOFT)[None, :],
+                    scale_log2,
+                    maximum,
+                    total,
+                    accumulator,
+                    PRECISION,
+                    OPERAND,
+                )
 
         total = tl.where(total > 0, total, 1.0)
         merged = accumulator / total[:, None]
@@ -178,6 +246,7 @@ def tail_attention(
     scale: float,
     num_reqs: int,
     max_query_len: int,
+    soft: torch.Tensor | None = None,
 ) -> None:
     """Merge masked attention over each request's tail into the prefix pass's output, in place; one launch.
 
@@ -192,17 +261,22 @@ def tail_attention(
             rows, none of which sees a later one.
         query_start_loc: int32 [at least num_reqs + 1] first query row of each request.
         row_mask: int32 [at least rows, W], for tails of at most 32 * W rows: bit j % 32 of word j // 32 says that the
-            query row sees row j of the tail.
+            query row sees row j of the tail. With ``soft`` it has ceil(s / 32) words more at its end, whose bits say
+            which soft prompts the row sees.
         scale: factor of the scores.
         num_reqs: requests to look at.
         max_query_len: most query rows of a request.
+        soft: [2, kv_heads, s, head_size] keys (0, as after rotation) and values (1) of soft prompts, contiguous; for a
+            paged tail only. Requests whose tail is empty do not see them.
     """
     paged = isinstance(tail, PagedTail)
+    num_soft = 0 if soft is None else soft.shape[2]
+    num_words = row_mask.shape[1] - soft_words(num_soft)
     if isinstance(tail, PagedTail):
         cache, block_table, start, end = tail
         num_blocks, kv_heads, block_size, _ = cache.shape
         strides = (cache.stride(0), cache.stride(1), cache.stride(2), query.shape[2])
-        tail_rows = min(max_query_len, 32 * row_mask.shape[1])
+        tail_rows = min(max_query_len, 32 * num_words)
     else:
         cache, end = tail
         block_table, start, block_size = query_start_loc, query_start_loc, 1
@@ -211,10 +285,12 @@ def tail_attention(
         tail_rows = num_blocks
     head_size, group = query.shape[2], query.shape[1] // kv_heads
     assert query.stride(2) == out.stride(2) == cache.stride(-1) == 1
-    assert row_mask.stride(1) == 1
+    assert row_mask.stride(1) == 1 and num_words > 0
+    assert soft is None or (paged and soft.is_contiguous() and soft.shape == (2, kv_heads, num_soft, head_size))
     tile_rows = max_query_len * group
     # Float32 has no tensor cores at full precision, and its tiles would not fit into registers.
     exact = query.dtype == torch.float32
+    block_n = 32 if exact or tail_rows <= 32 else 64
     block_m = min(16 if exact else 64, max(16, triton.next_power_of_2(tile_rows)))
     _tail_attention_kernel[(num_reqs, kv_heads, triton.cdiv(tile_rows, block_m))](
         query,
@@ -229,7 +305,7 @@ def tail_attention(
         query_start_loc,
         row_mask,
         row_mask.stride(0),
-        row_mask.shape[1],
+        num_words,
         cache,
         *strides,
         num_blocks,
@@ -238,6 +314,7 @@ def tail_attention(
         block_table.shape[-1],
         start,
         end,
+        soft,
         scale * LOG2_E.value,
         PAGED=paged,
         BLOCK_SIZE=block_size,
@@ -245,12 +322,19 @@ def tail_attention(
         HEAD=head_size,
         HEAD_P2=max(16, triton.next_power_of_2(head_size)),
         BLOCK_M=block_m,
-        BLOCK_N=32 if exact or tail_rows <= 32 else 64,
+        BLOCK_N=block_n,
+        SOFT=num_soft,
+        SOFT_N=min(block_n, max(16, triton.next_power_of_2(num_soft))),
         PRECISION="ieee" if exact else "tf32",
         OPERAND=_operand_type(query.dtype),
         num_warps=4,
         num_stages=2,
     )
+
+
+def soft_words(num_soft: int) -> int:
+    """Words of a row's mask that say which of ``num_soft`` soft prompts it sees; its last ones."""
+    return -(-num_soft // 32)
 
 
 def _operand_type(dtype: torch.dtype) -> tl.dtype:

@@ -1,11 +1,15 @@
 """What the backends share: tails, the hook that asks for them, registration with vLLM, and what is refused.
 
 Shape legend: R requests of the batch, T tokens of the step, W int32 mask words of a row, Hq and Hkv query and KV heads,
-Dh head size.
+Dh head size, s soft prompts.
 
 A *tail* is the last rows of a request, of which each sees the dense part before the tail and, among the tail's rows,
 those whose bits its mask holds (itself and its ancestors). Every layer's attention is then the softmax over the dense
 part, continued over the tail.
+
+A layer of the target may have ``soft_prompts``, a tensor [2, Hkv, s, Dh] of its own: keys (0, as after rotation) and
+values (1) that some rows of the tail (ConFu's contemplate rows) see in front of everything else. Which ones, the last
+ceil(s / 32) words of their masks say.
 """
 
 from collections.abc import Callable, Iterable
@@ -29,13 +33,14 @@ _CUDA_BACKEND = "vllm_crossspec.engine.attention.flash.TreeFlashBackend"
 class TargetTail(NamedTuple):
     """The verification rows of a step; they lead the batch. Layers of a drafter ignore it.
 
-    A request's tail is its rows from ``prefix_len`` on: the root and the draft nodes, all of its query rows. A request
+    A request's tail is its rows from ``prefix_len`` on: the root, the draft nodes and, behind them, contemplate rows if
+    there are any; all of its query rows. A request
     of one query row and no drafts may stand among them (its ``prefix_len`` is its whole length), a longer chunk of a
     prompt may not.
 
     Attributes:
         prefix_len: int32 [at least R] tokens before each request's tail; 0 for the padding of a CUDA graph.
-        row_mask: int32 [at least T, W] mask of each token row.
+        row_mask: int32 [at least T, W] mask of each token row; [at least T, W + ceil(s / 32)] for soft prompts.
         num_reqs: leading requests that are verification-shaped.
         num_tokens: their query rows.
         max_query_len: the most query rows that one of them has.
@@ -65,6 +70,9 @@ class DraftTail(NamedTuple):
             ``length - queries_per_req``.
         num_reqs: requests, the padding of a CUDA graph included.
         queries_per_req: query rows of every request.
+        has_shared: the last query row of each request is no node of its level but an entry that all levels share
+            (ConFu's future): it is written to row 0 of the scratch anew in every level, and the level itself begins at
+            ``length - queries_per_req + 1``. Masks say which rows see it, as with any other.
     """
 
     scratch: torch.Tensor
@@ -72,6 +80,7 @@ class DraftTail(NamedTuple):
     length: torch.Tensor
     num_reqs: int
     queries_per_req: int
+    has_shared: bool = False
 
 
 TreeSource = Callable[[Any, bool], TargetTail | None]
@@ -101,6 +110,11 @@ def serves_target(vllm_config: VllmConfig, layer_names: Iterable[str]) -> bool:
     return any(not layer.is_draft_layer for layer in layers.values())
 
 
+def soft_prompts_of(layer: Any) -> torch.Tensor | None:
+    """The layer's soft prompts [2, Hkv, s, Dh]; None for layers without, vLLM's own among them."""
+    return getattr(layer, "soft_prompts", None)
+
+
 def merge_target_tail(
     query: torch.Tensor,
     out: torch.Tensor,
@@ -110,6 +124,7 @@ def merge_target_tail(
     tail: TargetTail,
     num_reqs: int,
     scale: float,
+    soft: torch.Tensor | None = None,
 ) -> None:
     """Continue the softmax of the prefix pass over the target's tail, in place.
 
@@ -122,6 +137,7 @@ def merge_target_tail(
         tail: of the step.
         num_reqs: leading requests to work on.
         scale: of the logits.
+        soft: [2, Hkv, s, Dh] the layer's soft prompts; None where it has none.
     """
     tail_attention(
         query=query,
@@ -133,6 +149,7 @@ def merge_target_tail(
         scale=scale,
         num_reqs=num_reqs,
         max_query_len=tail.max_query_len,
+        soft=soft,
     )
 
 

@@ -26,10 +26,13 @@ from vllm_crossspec.engine.attention.base import (
     merge_draft_tail,
     merge_target_tail,
     serves_target,
+    soft_prompts_of,
     tail_of_step,
     unsupported_feature,
 )
 from vllm_crossspec.engine.attention.scratch import write_level_naive
+from vllm_crossspec.verify.naive import unpack_bits
+from vllm_crossspec.verify.tail_attention import soft_words
 
 
 class TreeCpuBackend(AttentionBackend):
@@ -210,7 +213,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         """Attend; the keys and values are in the cache already, but for those of a draft tail.
 
         Args:
-            layer: tells the target's layers from the drafters'.
+            layer: tells the target's layers from the drafters', and may have soft prompts.
             query: [at least T, Hq, Dh].
             key: [at least T, Hkv, Dh], read for a draft tail only.
             value: likewise.
@@ -228,15 +231,51 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             return output
         tail = None if layer.is_draft_layer else attn_metadata.target_tail
         if tail is not None and self.two_passes:
-            self._attend_in_two_passes(query, kv_cache, attn_metadata, tail, output)
+            self._attend_in_two_passes(query, kv_cache, attn_metadata, tail, output, soft_prompts_of(layer))
             return output
         for index, request in enumerate(_requests(attn_metadata)):
+            if tail is not None and index < tail.num_reqs and int(tail.prefix_len[index]) < request.length:
+                self._attend_target_rows(query, kv_cache, request, index, tail, output, soft_prompts_of(layer))
+                continue
             keys, values = self._gather(kv_cache, request.blocks, request.length)
             visible = self._visible(request)
-            if tail is not None and index < tail.num_reqs:
-                _show_tail(visible, int(tail.prefix_len[index]), tail.row_mask[request.rows])
             output[request.rows] = attend(query[request.rows], keys, values, visible, self.scale)[0].to(output.dtype)
         return output
+
+    def _attend_target_rows(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        request: _Request,
+        index: int,
+        tail: TargetTail,
+        output: torch.Tensor,
+        soft: torch.Tensor | None,
+    ) -> None:
+        """One request with a tail, in one softmax; its contemplate rows, if any, in one of their own.
+
+        What the ordinary rows are computed with ends with the last key that one of them sees. So in float32 their
+        output is the same bits with rows behind them and without.
+        """
+        rows, prefix_len = request.rows, int(tail.prefix_len[index])
+        num_soft = 0 if soft is None else soft.shape[2]
+        seen = unpack_bits(tail.row_mask[rows])
+        seen, prompts = seen.tensor_split([32 * (tail.row_mask.shape[1] - soft_words(num_soft))], dim=1)
+        softened = prompts.any(1).nonzero().flatten().tolist()
+        ordinary = softened[0] if softened else len(seen)
+        for part in (slice(0, ordinary), slice(ordinary, len(seen))):
+            if part.start == part.stop:
+                continue
+            last_seen = int((seen[part] * torch.arange(1, seen.shape[1] + 1)).max())
+            num_keys = min(last_seen, request.length - prefix_len)
+            keys, values = self._gather(kv_cache, request.blocks, prefix_len + num_keys)
+            visible = torch.ones(part.stop - part.start, prefix_len + num_keys, dtype=torch.bool)
+            visible[:, prefix_len:] = seen[part, :num_keys]
+            if part.start == ordinary and soft is not None:
+                keys, values = (torch.cat([x, p.float()], dim=1) for x, p in zip((keys, values), soft, strict=True))
+                visible = torch.cat([visible, prompts[part, :num_soft]], dim=1)
+            mine = slice(rows.start + part.start, rows.start + part.stop)
+            output[mine] = attend(query[mine], keys, values, visible, self.scale)[0].to(output.dtype)
 
     def _attend_draft_level(
         self,
@@ -256,6 +295,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             scratch=tail.scratch,
             length=tail.length,
             queries_per_req=tail.queries_per_req,
+            has_shared=tail.has_shared,
         )
         length = int(tail.length)
         lse = torch.empty(self.num_heads, num_rows) if self.two_passes else None
@@ -266,7 +306,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
                 tail_keys, tail_values = tail.scratch[index, :length].float().permute(1, 2, 0, 3)
                 keys, values = torch.cat([keys, tail_keys], 1), torch.cat([values, tail_values], 1)
                 visible = torch.ones(query[request.rows].shape[0], keys.shape[1], dtype=torch.bool)
-                _show_tail(visible, request.length, tail.row_mask[request.rows])
+                visible[:, request.length :] = unpack_bits(tail.row_mask[request.rows])[:, :length]
             rows, row_lse = attend(query[request.rows], keys, values, visible, self.scale)
             output[request.rows] = rows.to(output.dtype)
             if lse is not None:
@@ -281,6 +321,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         metadata: TreeCpuMetadata,
         tail: TargetTail,
         output: torch.Tensor,
+        soft: torch.Tensor | None,
     ) -> None:
         """The verification-shaped requests' rows see all of their prefix, then the kernel adds the tail."""
         lse = torch.empty(self.num_heads, query.shape[0])
@@ -291,7 +332,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             visible = None if split else self._visible(request)
             rows, lse[:, request.rows] = attend(query[request.rows], keys, values, visible, self.scale)
             output[request.rows] = rows.to(output.dtype)
-        merge_target_tail(query, output, lse, kv_cache, metadata, tail, tail.num_reqs, self.scale)
+        merge_target_tail(query, output, lse, kv_cache, metadata, tail, tail.num_reqs, self.scale, soft)
 
     def _gather(self, kv_cache: torch.Tensor, blocks: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [Hkv, length, Dh] of one request's first tokens, in float32."""
@@ -320,21 +361,6 @@ def _requests(metadata: TreeCpuMetadata) -> list[_Request]:
         _Request(slice(bounds[index], bounds[index + 1]), lengths[index], metadata.block_table[index], flags[index])
         for index in range(metadata.num_reqs)
     ]
-
-
-def _show_tail(visible: torch.Tensor, prefix_len: int, row_mask: torch.Tensor) -> None:
-    """Replace what the last rows see of the tail by their masks, in place.
-
-    Args:
-        visible: bools [rows, keys]; the keys from ``prefix_len`` on are the tail.
-        prefix_len: dense keys before the tail.
-        row_mask: int32 [rows, W].
-    """
-    tail_len = visible.shape[1] - prefix_len
-    if tail_len <= 0:
-        return
-    bits = (row_mask[:, :, None] >> torch.arange(32, dtype=torch.int32)) & 1
-    visible[:, prefix_len:] = bits.flatten(1)[:, :tail_len].bool()
 
 
 def attend(

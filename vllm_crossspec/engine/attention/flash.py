@@ -30,6 +30,7 @@ from vllm_crossspec.engine.attention.base import (
     merge_draft_tail,
     merge_target_tail,
     serves_target,
+    soft_prompts_of,
     tail_of_step,
 )
 from vllm_crossspec.engine.attention.scratch import write_level
@@ -199,7 +200,7 @@ class TreeFlashImpl(FlashAttentionImpl):
         """Attend; the keys and values are in the cache already, but for those of a draft tail.
 
         Args:
-            layer: tells the target's layers from the drafters'.
+            layer: tells the target's layers from the drafters', and may have soft prompts.
             query: [at least T, Hq, Dh].
             key: [at least T, Hkv, Dh], read for a draft tail only.
             value: likewise.
@@ -228,7 +229,8 @@ class TreeFlashImpl(FlashAttentionImpl):
             max_query_len=tail.max_query_len,
             schedule=metadata.prefix_schedule,
         )
-        merge_target_tail(query, output, lse, kv_cache, metadata, tail, metadata.split_reqs, self.scale)
+        soft = soft_prompts_of(layer)
+        merge_target_tail(query, output, lse, kv_cache, metadata, tail, metadata.split_reqs, self.scale, soft)
         if metadata.rest is not None:
             super().forward(layer, query[split:], key[split:], value[split:], kv_cache, metadata.rest, output[split:])
         return output
@@ -251,6 +253,7 @@ class TreeFlashImpl(FlashAttentionImpl):
             scratch=tail.scratch,
             length=tail.length,
             queries_per_req=tail.queries_per_req,
+            has_shared=tail.has_shared,
         )
         # The builder's plan fits if it was made for the same requests and, as is asked for here, without a causal mask.
         fits = metadata.causal is False and metadata.seq_lens.shape[0] == tail.num_reqs

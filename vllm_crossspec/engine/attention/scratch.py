@@ -22,11 +22,15 @@ def _write_level_kernel(
     capacity,
     queries_per_req,
     head_size,
+    HAS_SHARED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    row = tl.load(length_ptr) - queries_per_req + query % queries_per_req
+    place = query % queries_per_req
+    row = tl.load(length_ptr) - queries_per_req + place
+    if HAS_SHARED:
+        row = tl.where(place == queries_per_req - 1, 0, row + 1)
     # A replay of a CUDA graph for no one may find any length there.
     if (row >= 0) & (row < capacity):
         column = tl.arange(0, BLOCK)
@@ -39,7 +43,13 @@ def _write_level_kernel(
 
 
 def write_level(
-    *, key: torch.Tensor, value: torch.Tensor, scratch: torch.Tensor, length: torch.Tensor, queries_per_req: int
+    *,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scratch: torch.Tensor,
+    length: torch.Tensor,
+    queries_per_req: int,
+    has_shared: bool = False,
 ) -> None:
     """Write the level's keys and values as the last ``queries_per_req`` rows of every request's tail; one launch.
 
@@ -49,6 +59,7 @@ def write_level(
         scratch: [at least R, rows, 2, Hkv, Dh], written; the last dimension contiguous.
         length: int32 [1] on the device, rows of the tail with this level. Rows outside the scratch are not written.
         queries_per_req: rows of a request.
+        has_shared: the last of them is written to row 0 of the scratch, and only the others are the tail's last rows.
     """
     num_queries, num_heads, head_size = key.shape
     assert key.stride(2) == value.stride(2) == scratch.stride(4) == 1
@@ -70,16 +81,25 @@ def write_level(
         scratch.shape[1],
         queries_per_req,
         head_size,
+        HAS_SHARED=has_shared,
         BLOCK=triton.next_power_of_2(head_size),
         num_warps=1,
     )
 
 
 def write_level_naive(
-    *, key: torch.Tensor, value: torch.Tensor, scratch: torch.Tensor, length: torch.Tensor, queries_per_req: int
+    *,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scratch: torch.Tensor,
+    length: torch.Tensor,
+    queries_per_req: int,
+    has_shared: bool = False,
 ) -> None:
     """:func:`write_level` in plain PyTorch: the truth for its test, and what the CPU backend runs."""
     rows = int(length) - queries_per_req + torch.arange(queries_per_req)
+    if has_shared:
+        rows = torch.cat([rows[1:], rows.new_zeros(1)])
     inside = (rows >= 0) & (rows < scratch.shape[1])
     level = torch.stack([key, value], dim=1).unflatten(0, (-1, queries_per_req))
     scratch[: level.shape[0], rows[inside]] = level[:, inside].to(scratch.dtype)
