@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
+from vllm_crossspec.contemplate.layout import planned_tokens
 from vllm_crossspec.drafters.base import drafter_kind
 
 ADDITIONAL_CONFIG_KEY = "crossspec"
@@ -155,7 +156,8 @@ class DrafterConfig(Settings):
     """One drafter.
 
     Attributes:
-        kind: entry of the drafter registry (``eagle3``, ``dflash``, ``dart``, ``draft_model``, ``flashhead``).
+        kind: entry of the drafter registry (``eagle3``, ``dflash``, ``dart``, ``confu``, ``draft_model``,
+            ``flashhead``).
         model: folder or hub id of its checkpoint.
         num_speculative_tokens: most tokens that it drafts in a round; None before it is resolved.
         tree: what its candidates become.
@@ -195,7 +197,7 @@ class CrossSpecConfig(Settings):
         draft_sample_method: how drafters choose for sampled requests: ``coupled`` ranks with the noise that the
             target will use, ``greedy`` without, ``probabilistic`` samples (with ``rejection`` only). None: coupled
             under ``match``, vLLM's default under ``rejection``.
-        num_speculative_tokens: draft tokens that the scheduler plans for; None before it is resolved.
+        num_speculative_tokens: most draft tokens of a request that are verified; None before it is resolved.
     """
 
     method: str
@@ -226,6 +228,15 @@ class CrossSpecConfig(Settings):
     def has_trees(self) -> bool:
         """Whether any drafter drafts more than chains."""
         return any(not d.tree.is_chain for d in self.drafters.values())
+
+    @property
+    def contemplates(self) -> bool:
+        """Whether the target runs a contemplate row for every row that it verifies."""
+        return any(drafter_kind(d.kind, "").contemplates for d in self.drafters.values())
+
+    def planned(self, num_nodes: int) -> int:
+        """Draft tokens of a request to vLLM's scheduler, contemplate rows included, for so many draft nodes."""
+        return planned_tokens(num_nodes, self.contemplates)
 
     @property
     def adapts(self) -> bool:

@@ -85,6 +85,7 @@ def _check(config: CrossSpecConfig) -> CrossSpecConfig:
         _check_schedule(drafter.tree, path + "tree")
         _check_parts(drafter, path)
         _check_verification(config, drafter, path)
+    _check_contemplation(config)
     method, wanted = config.draft_sample_method, {"coupled": "match", "probabilistic": "rejection"}
     if method in wanted and config.verification != wanted[method]:
         raise ValueError(
@@ -92,6 +93,20 @@ def _check(config: CrossSpecConfig) -> CrossSpecConfig:
             f"which is {config.verification!r}"
         )
     return config
+
+
+def _check_contemplation(config: CrossSpecConfig) -> None:
+    """Refuse what contemplate rows do not go with; the target runs one set of them in a step."""
+    names = [name for name, drafter in config.drafters.items() if drafter_kind(drafter.kind, "").contemplates]
+    if len(names) > 1:
+        raise ValueError(
+            f"speculative_config.drafters: {' and '.join(names)} would both have the target contemplate for them; "
+            "use one confu drafter"
+        )
+    if names and config.verification != "match":
+        raise ValueError(
+            "speculative_config.verification 'rejection' would sample contemplate rows; leave it out for a confu drafter"
+        )
 
 
 def _check_parts(drafter: DrafterConfig, path: str) -> None:

@@ -101,6 +101,7 @@ class DraftSettings(NamedTuple):
 
     Attributes:
         num_nodes: N, draft tokens that the engine verifies of a request; rows of the proposer's trees are as wide.
+        num_rows: most rows of a request in the target's step: the root, the draft nodes, and contemplate rows.
         tree_nodes: most nodes of this drafter's trees; None for a chain.
         top_k: children of a node (dynamic) or candidates at a position (best_first, continuity); None for a chain.
         depth: K, deepest level.
@@ -115,6 +116,7 @@ class DraftSettings(NamedTuple):
     """
 
     num_nodes: int
+    num_rows: int
     tree_nodes: int | None
     top_k: int | None
     depth: int

@@ -23,6 +23,7 @@ class DrafterKind(NamedTuple):
         drafts_trees: whether its drafts are trees where the user says nothing of their shape.
         head: the output layer (``head.type``) that it has where the user says nothing; None for its checkpoint's own.
         shares: whether it can draft beside others in one engine.
+        contemplates: whether the target runs contemplate rows for it (``contemplate.layout``).
         is_autoregressive: whether each of its tokens sees the ones before it; routers number such drafters first.
     """
 
@@ -38,6 +39,7 @@ class DrafterKind(NamedTuple):
     is_autoregressive: bool
     head: str | None = None
     shares: bool = True
+    contemplates: bool = False
 
     def load_checkpoint_module(self) -> Any:
         """The module that reads this kind's checkpoints."""
@@ -87,6 +89,19 @@ _KINDS = {
             supplies="marginals",
             drafts_trees=True,
             is_autoregressive=False,
+        ),
+        DrafterKind(
+            name="confu",
+            carrier="eagle3",
+            checkpoint="vllm_crossspec.drafters.confu.checkpoint",
+            proposer="",
+            tree_proposer="vllm_crossspec.engine.proposers.confu:ConfuProposer",
+            reads_target_slots=True,
+            tree="dynamic",
+            supplies="levels",
+            drafts_trees=False,
+            is_autoregressive=True,
+            contemplates=True,
         ),
         *(
             DrafterKind(

@@ -169,10 +169,16 @@ def resolve(settings: CrossSpecConfig, target: TargetFacts, has_weights: bool = 
                     f"{path}num_speculative_tokens is {wanted}, but this drafter's block holds {limit} draft tokens; "
                     f"use {limit} or less"
                 )
+        num_tokens = wanted or facts.default_draft_tokens
+        if tree.is_chain and drafter_kind(drafter.kind, "").contemplates:
+            # The rows of a chain are the rows of a tree in which every node has one child.
+            tree = tree.model_copy(
+                update={"type": "dynamic", "depth": num_tokens, "top_k": 1, "num_nodes": num_tokens}
+            )
         folder = Path(drafter.model).expanduser()
         drafters[name] = drafter.model_copy(
             update={
-                "num_speculative_tokens": wanted or facts.default_draft_tokens,
+                "num_speculative_tokens": num_tokens,
                 "target_layers": facts.target_layers,
                 "model": str(folder) if folder.is_dir() else drafter.model,
                 "tree": tree,
@@ -242,14 +248,14 @@ def draft_schedule(settings: CrossSpecConfig) -> list[tuple[int, int, int]] | No
     Nodes are ordered by falling path probability, so the first ones are the best subtree of their number.
     """
     if settings.measures_load:  # until it is measured, every width once: vLLM captures graphs for what it finds here
-        widths = draft_widths(settings)
+        widths = [settings.planned(width) for width in draft_widths(settings)]
         return [(i, i, width) for i, width in enumerate(widths[:-1], start=1)] + [(len(widths), 1 << 20, widths[-1])]
     given = (d.tree.by_batch_size for d in settings.drafters.values())
     schedules = [schedule for schedule in given if isinstance(schedule, dict)]
     if not schedules:
         return None
     starts = sorted(set().union(*schedules))
-    sizes = [max(s[max(k for k in s if k <= start)] for s in schedules) for start in starts]
+    sizes = [settings.planned(max(s[max(k for k in s if k <= start)] for s in schedules)) for start in starts]
     ends = [*(start - 1 for start in starts[1:]), 1 << 20]
     return list(zip(starts, ends, sizes, strict=True))
 
@@ -279,7 +285,9 @@ def drafter_configs(
     configs = {}
     for index, name in enumerate(names):
         drafter = settings.drafters[name]
-        tokens = settings.num_speculative_tokens if index == 0 else drafter.num_speculative_tokens
+        assert settings.num_speculative_tokens is not None
+        planned = settings.planned(settings.num_speculative_tokens)
+        tokens = planned if index == 0 else drafter.num_speculative_tokens
         extra = {"num_speculative_tokens_per_batch_size": schedule} if index == 0 and schedule else {}
         configs[name] = SpeculativeConfig(
             **native_dict(drafter, tokens or 0),

@@ -49,7 +49,9 @@ class ProposerHost(DraftModelSpeculator):
         self.vllm_config, self.device, self.speculative_config = vllm_config, device, speculative
         self.method = speculative.method
         self.req_states = req_states
-        self.num_speculative_steps = speculative.num_speculative_tokens
+        assert settings.num_speculative_tokens is not None
+        # Draft nodes; what the scheduler plans beyond them are contemplate rows.
+        self.num_speculative_steps = settings.num_speculative_tokens
         self.proposers = self._build_proposers(vllm_config, device)
         self.active = self.proposers[settings.active]
         all_proposers = self.proposers.values()
@@ -64,7 +66,11 @@ class ProposerHost(DraftModelSpeculator):
         self.draft_watermarker = self.active.draft_watermarker
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.padded_tokens = torch.zeros(max_num_reqs, self.num_speculative_steps, dtype=torch.int64, device=device)
-        self.counters = AcceptanceCounters(tuple(self.proposers), max_num_reqs, self.num_speculative_steps, device)
+        num_planned = settings.planned(self.num_speculative_steps)
+        self.planned_tokens = torch.zeros(max_num_reqs, num_planned, dtype=torch.int64, device=device)
+        self.counters = AcceptanceCounters(
+            tuple(self.proposers), max_num_reqs, self.num_speculative_steps, device, settings.contemplates
+        )
         self.sizes = {name: TreeSizeCounters(policy) for name, policy in policies(settings).items()}
         self.state: TreeState | None = None
         # Several drafters, or trees, change a slot's shape from round to round; one drafter of chains never does.
@@ -100,6 +106,7 @@ class ProposerHost(DraftModelSpeculator):
         assert drafter.num_speculative_tokens is not None
         return DraftSettings(
             num_nodes=self.num_speculative_steps,
+            num_rows=settings.planned(self.num_speculative_steps) + 1,
             tree_nodes=tree.num_nodes,
             top_k=tree.top_k,
             depth=drafter.num_speculative_tokens,
@@ -221,7 +228,8 @@ class ProposerHost(DraftModelSpeculator):
         """One round of drafting (vLLM's protocol): the active proposer drafts, the others catch up.
 
         Returns:
-            int64 [R, K] draft tokens; K is the longest drafter's, shorter drafts are padded with their last token.
+            int64 [R, K] draft tokens; K is the longest drafter's, shorter drafts are padded with their last token, and
+            contemplate rows are 0.
         """
         options = {
             "dp_sync_state": dp_sync_state,
@@ -257,12 +265,12 @@ class ProposerHost(DraftModelSpeculator):
             else:
                 proposer.catch_up(step)
         if drafted is None:
-            return self.padded_tokens[: input_batch.num_reqs].fill_(-1)
+            return self.planned_tokens[: input_batch.num_reqs].fill_(-1)
         if not dummy_run:
             if not self._serving and not input_batch.req_ids[0].startswith(WARM_UP_REQUESTS):
                 self._start_serving()
             self.counters.mark_drafted(input_batch.idx_mapping, tuple(self.proposers).index(self.active.name))
-        return self._keep(drafted, input_batch, dummy_run)
+        return self._plan(self._keep(drafted, input_batch, dummy_run))
 
     def _keep(self, drafted: Candidates, batch: Any, dummy_run: bool) -> torch.Tensor:
         """Keep the drafts' shapes for the verification, where they may differ; the draft tokens [R, K] for vLLM."""
@@ -283,6 +291,15 @@ class ProposerHost(DraftModelSpeculator):
             state.store(batch.idx_mapping, tree)
             self._note_sizing(self.active.name, batch, sizing)
         return tree.tokens
+
+    def _plan(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The draft tokens [R, N] as the scheduler plans them: contemplate rows follow, whatever their ids."""
+        if self.planned_tokens.shape[1] == tokens.shape[1]:
+            return tokens
+        planned = self.planned_tokens[: tokens.shape[0]]
+        planned[:, : tokens.shape[1]] = tokens
+        planned[:, tokens.shape[1] :] = 0
+        return planned
 
     def _note_sizing(self, name: str, batch: Any, sizing: Sizing | None) -> None:
         """Keep and count what the trees of ``name`` were given, as far as they differ in size."""

@@ -17,8 +17,9 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_crossspec.contemplate.layout import verified_nodes
 from vllm_crossspec.engine.bridge import draft_widths, settings_of
-from vllm_crossspec.tree.schedule import choose_schedule, to_ranges
+from vllm_crossspec.tree.schedule import choose_schedule, expected_tokens, to_ranges
 
 logger = init_logger("vllm.crossspec")
 
@@ -88,20 +89,22 @@ def _dummy_steps(runner: Any, clock: StepClock, width: int) -> Iterator[None]:
 
 def verification_batch(runner: Any, num_reqs: int, width: int) -> InputBatch:
     """A dummy batch in which every request brings ``width`` draft tokens."""
-    rows = width + 1
+    settings, rows = settings_of(runner.vllm_config), width + 1
     batch = InputBatch.make_dummy(num_reqs, num_reqs * rows, runner.input_buffers)
     if not width:
         return batch
     device = runner.device
+    verified = verified_nodes(width, settings is not None and settings.contemplates) + 1
+    first = torch.arange(num_reqs, device=device)[:, None] * rows
     return dataclasses.replace(
         batch,
         num_draft_tokens=num_reqs * width,
         num_draft_tokens_per_req=np.full(num_reqs, width, dtype=np.int32),
-        expanded_idx_mapping=batch.idx_mapping.repeat_interleave(rows),
-        expanded_local_pos=torch.arange(rows, dtype=torch.int32, device=device).repeat(num_reqs),
-        logits_indices=torch.arange(num_reqs * rows, device=device),
-        cu_num_logits=torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * rows,
-        cu_num_logits_np=np.arange(num_reqs + 1, dtype=np.int32) * rows,
+        expanded_idx_mapping=batch.idx_mapping.repeat_interleave(verified),
+        expanded_local_pos=torch.arange(verified, dtype=torch.int32, device=device).repeat(num_reqs),
+        logits_indices=(first + torch.arange(verified, device=device)).flatten(),
+        cu_num_logits=torch.arange(num_reqs + 1, dtype=torch.int32, device=device) * verified,
+        cu_num_logits_np=np.arange(num_reqs + 1, dtype=np.int32) * verified,
     )
 
 
@@ -150,7 +153,7 @@ def measure(runner: Any) -> StepTable:
     start = time.perf_counter()
     table = {
         width: {size: time_step(runner, size, width) for size in reversed(batch_sizes(runner, width))}
-        for width in draft_widths(settings)
+        for width in map(settings.planned, draft_widths(settings))
     }
     logger.info("crossspec: steps of %s draft tokens timed in %.1f s", list(table), time.perf_counter() - start)
     return table
@@ -179,10 +182,13 @@ def use_measured_schedule(collective_rpc: Callable[..., list[Any]], vllm_config:
 
 def schedule_of(costs: StepTable, vllm_config: Any) -> list[tuple[int, int, int]]:
     """The schedule that these costs ask for, in vLLM's own form: (from, to, draft tokens)."""
+    settings = settings_of(vllm_config)
+    contemplates = settings is not None and settings.contemplates
     table = choose_schedule(
         step_seconds={width: {n: cost.step for n, cost in by_size.items()} for width, by_size in costs.items()},
         draft_seconds={width: {n: cost.draft for n, cost in by_size.items()} for width, by_size in costs.items()},
         widths=list(costs),
         max_batch_size=vllm_config.scheduler_config.max_num_seqs,
+        expected=lambda width: expected_tokens(verified_nodes(width, contemplates)),
     )
     return to_ranges(table)

@@ -100,9 +100,16 @@ def _run(job: dict[str, Any], emit: Emit) -> None:
 
 
 def _device_rows(llm: Any) -> int | None:
-    """Target rows of all verifications so far, roots included; None where our proposers do not run."""
+    """Target rows of all verifications so far: roots, draft nodes and the contemplate row of each of them, if any.
+
+    None where our proposers do not run.
+    """
     stats = llm.collective_rpc("crossspec_stats")[0]
-    return None if stats is None else sum(s["drafts"] + s["draft_tokens"] for s in stats.values())
+    if stats is None:
+        return None
+    settings = settings_of(llm.llm_engine.vllm_config)
+    rows = 2 if settings is not None and settings.contemplates else 1
+    return sum(rows * (s["drafts"] + s["draft_tokens"]) for s in stats.values())
 
 
 def _verified_tokens(llm: Any, generations: list[Generation], before: int | None) -> int:

@@ -152,7 +152,7 @@ class RoutedHost(ProposerHost):
         """One round (vLLM's protocol): route, store, catch up, draft.
 
         Returns:
-            int64 [R, N] draft tokens, of which a request's tree may fill less.
+            int64 [R, N] draft tokens, of which a request's tree may fill less; contemplate rows follow.
         """
         step = Inputs(
             input_batch,
@@ -166,12 +166,12 @@ class RoutedHost(ProposerHost):
             seeds,
         )
         if dummy_run:
-            return self._dummy_round(step, skip_attn_for_dummy_run, is_profile)
+            return self._plan(self._dummy_round(step, skip_attn_for_dummy_run, is_profile))
         if not self._serving and not input_batch.req_ids[0].startswith(WARM_UP_REQUESTS):
             self._start_serving()
         drafts = self._round(step, num_speculative_tokens)
         self.clock.end_round()
-        return drafts
+        return self._plan(drafts)
 
     def _round(self, step: Inputs, num_speculative_tokens: int | None) -> torch.Tensor:
         input_batch = step.batch

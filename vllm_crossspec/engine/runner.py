@@ -24,6 +24,7 @@ from vllm_crossspec.commit.kernels import (
 from vllm_crossspec.engine import load, round_costs, widths
 from vllm_crossspec.engine.attention import base
 from vllm_crossspec.engine.bridge import settings_of
+from vllm_crossspec.engine.contemplation import Contemplation, contemplate_for, num_soft_prompts
 from vllm_crossspec.engine.phi_recorder import make_recorder
 from vllm_crossspec.engine.requests import draft_mode
 from vllm_crossspec.engine.routing import RoutedHost
@@ -52,7 +53,7 @@ class LiveDraftTokensHandler(DraftTokensHandler):
     def __init__(self, device: torch.device, state: TreeState):
         super().__init__(device)
         self.state = state
-        self.columns = torch.arange(state.num_nodes, dtype=torch.int32, device=device)
+        self.columns = torch.arange(state.num_rows - 1, dtype=torch.int32, device=device)
 
     def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:
         """Take the round's draft tokens [R, n]; -1 past the live ones where a grammar will read them."""
@@ -70,10 +71,18 @@ class MatchRunner:
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
         settings = settings_of(vllm_config)
         assert settings is not None
+        self.settings = settings
         self.has_trees = settings.has_trees
         self.tree_state = TreeState(
-            self.max_num_reqs, self.max_num_tokens, self.num_speculative_steps, settings.max_depth, device
+            self.max_num_reqs,
+            self.max_num_tokens,
+            self.speculator.num_speculative_steps,
+            settings.max_depth,
+            device,
+            num_rows=self.num_speculative_steps + 1,
+            num_soft=num_soft_prompts(self.speculator),
         )
+        self.contemplation: Contemplation | None = None
         self.speculator.bind(self.tree_state)
         self.draft_tokens_handler = LiveDraftTokensHandler(device, self.tree_state)
         self._routed = self.speculator if isinstance(self.speculator, RoutedHost) else None
@@ -93,7 +102,7 @@ class MatchRunner:
             base.unregister()  # an engine with trees may have run in this process before
         logger.info(
             "crossspec: drafts of up to %d tokens, %d deep; %.1f MiB for trees and masks",
-            self.num_speculative_steps,
+            self.tree_state.num_nodes,
             settings.max_depth,
             self.tree_state.num_bytes / 2**20,
         )
@@ -118,6 +127,8 @@ class MatchRunner:
         self.rejection_sampler = MatchVerifier(self.sampler, self.tree_state, penalties)
         if self._routed is not None and self._routed.router.needs_logits:
             self._keep_logits()
+        if self.settings.contemplates:
+            self.contemplation = contemplate_for(self)
 
     def _keep_logits(self) -> None:
         """Hold the step's logits for the router, which reads them when it is known which rows were accepted."""
@@ -202,12 +213,14 @@ class MatchRunner:
         return super().execute_model(scheduler_output, *arguments, dummy_run=dummy_run, **options)  # type: ignore[misc]
 
     def _width_of(self, req_id: str) -> int | None:
-        """Draft nodes of a request's tree; None for one that is new here, or whose drafts follow a chain.
+        """Draft tokens that a request's tree needs; None for one that is new here, or whose drafts follow a chain.
 
         The grammar of a structured request, made by the scheduler, has a row for each planned draft token.
         """
         slot, state = self.req_states.req_id_to_index.get(req_id), self.tree_state
-        return None if slot is None or state.modes[slot] != TREE else int(state.widths[slot])
+        if slot is None or state.modes[slot] != TREE:
+            return None
+        return self.settings.planned(int(state.widths[slot]))
 
     def add_requests(self, scheduler_output: Any) -> None:
         """Note what each new request lets its drafter do."""
@@ -243,6 +256,11 @@ class MatchRunner:
             self._routed.remove_requests([slot])
         return super()._remove_request(req_id)  # type: ignore[misc]
 
+    def prepare_inputs(self, *arguments: Any, **options: Any) -> Any:
+        """vLLM's batch; contemplate rows get no logits."""
+        batch = super().prepare_inputs(*arguments, **options)  # type: ignore[misc]
+        return batch if self.contemplation is None else self.contemplation.split(batch)
+
     def prepare_attn(self, input_batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """KV slots from linear positions as ever, then the trees' positions and masks."""
         prepared = super().prepare_attn(input_batch)  # type: ignore[misc]
@@ -252,7 +270,7 @@ class MatchRunner:
             prepare_rows(
                 idx_mapping=input_batch.idx_mapping,
                 query_start_loc=input_batch.query_start_loc,
-                cu_num_logits=input_batch.cu_num_logits,
+                cu_rows=self._cu_rows(input_batch),
                 seq_lens=input_batch.seq_lens,
                 prefill_len=self.req_states.prefill_len.gpu,
                 parents=state.parents,
@@ -262,6 +280,8 @@ class MatchRunner:
                 prefix_len=state.prefix_len,
                 num_live=state.num_live,
                 max_depth=state.max_depth,
+                contemplates=self.settings.contemplates,
+                num_soft=state.num_soft,
             )
             # Requests that only pad a CUDA graph have no rows.
             state.prefix_len[input_batch.num_reqs : input_batch.num_reqs_after_padding].zero_()
@@ -296,7 +316,7 @@ class MatchRunner:
             row_mask=state.row_mask,
             num_reqs=num_reqs,
             num_tokens=num_tokens,
-            max_query_len=min(max_query_len, state.num_nodes + 1),
+            max_query_len=min(max_query_len, state.num_rows),
             everything=num_reqs >= common.num_reqs,
         )
 
@@ -309,15 +329,26 @@ class MatchRunner:
     def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
         """Verify, then commit the accepted paths."""
         self._sampling = True
-        out = super().sample(hidden_states, input_batch, grammar_output)  # type: ignore[misc]
+        verified = input_batch if self.contemplation is None else self.contemplation.verified(input_batch)
+        if verified is not input_batch and grammar_output is not None:
+            grammar_output = self.contemplation.masks_of(input_batch, grammar_output)
+        out = super().sample(hidden_states, verified, grammar_output)  # type: ignore[misc]
         self._sampling = False
         self._observe_logits(input_batch)
+        if self.contemplation is not None:
+            self.contemplation.observe(input_batch, hidden_states, self._tapped)
         if self.has_trees and self._has_drafts:
             if self.round_recorder is not None:
                 self.round_recorder.record(input_batch)
             self._commit(hidden_states, input_batch)
         self._has_drafts = False
+        self.tree_state.cu_rows = None
         return out
+
+    def _cu_rows(self, batch: Any) -> torch.Tensor:
+        """int32 [R + 1], first row of each request among all rows that a round brings, contemplate rows included."""
+        rows = self.tree_state.cu_rows
+        return batch.cu_num_logits if rows is None else rows
 
     def _commit(self, hidden_states: torch.Tensor, batch: Any) -> None:
         """Move K, V, states and ids of each accepted path to the rows of an accepted chain.
@@ -327,7 +358,7 @@ class MatchRunner:
         state = self.tree_state
         path = {
             "query_start_loc": batch.query_start_loc,
-            "cu_num_logits": batch.cu_num_logits,
+            "cu_num_logits": self._cu_rows(batch),
             "num_sampled": state.num_sampled,
             "path": state.path,
         }

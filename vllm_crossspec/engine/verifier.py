@@ -124,8 +124,9 @@ class MatchVerifier:
         logprobs = None
         if wants_logprobs is not None:
             logprobs = self._logprobs(processed if processed is not None else logits, batch, wants_logprobs[0])
+        rows = batch.cu_num_logits if state.cu_rows is None else state.cu_rows
         num_sampled, num_rejected = get_num_sampled_and_rejected(
-            num_sampled, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, sampler.req_states.prefill_len.gpu
+            num_sampled, batch.seq_lens, rows, batch.idx_mapping, sampler.req_states.prefill_len.gpu
         )
         return SamplerOutput(
             # The buffer is written again in the next step, while this one may still be on its way to the host.

@@ -158,6 +158,8 @@ def target_graphs(runner: Any, settings: CrossSpecConfig) -> ModelCudaGraphManag
         runner.decode_query_len,
         lora_capture_cases=runner.lora_capture_cases,
         ubatch_runner=runner.ubatch_runner,
-        query_lens=tuple(width + 1 for policy in policies(settings).values() for width in policy.widths),
+        query_lens=tuple(
+            settings.planned(width) + 1 for policy in policies(settings).values() for width in policy.widths
+        ),
         mixes=unsupported is None,
     )

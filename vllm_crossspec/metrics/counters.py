@@ -18,10 +18,18 @@ class AcceptanceCounters:
         max_num_reqs: S, request slots of the engine.
         num_positions: K, draft tokens of the longest drafter.
         device: where the counters live.
+        contemplates: whether half of what is rejected are contemplate rows, which are no drafts.
     """
 
-    def __init__(self, names: tuple[str, ...], max_num_reqs: int, num_positions: int, device: torch.device):
-        self.names, self.num_positions = names, num_positions
+    def __init__(
+        self,
+        names: tuple[str, ...],
+        max_num_reqs: int,
+        num_positions: int,
+        device: torch.device,
+        contemplates: bool = False,
+    ):
+        self.names, self.num_positions, self.contemplates = names, num_positions, contemplates
         self.counts = torch.zeros(len(names), 3 + num_positions, dtype=torch.int64, device=device)
         self.drafted_by = torch.full((max_num_reqs,), -1, dtype=torch.int32, device=device)
 
@@ -44,7 +52,14 @@ class AcceptanceCounters:
     ) -> None:
         """Add the verdicts of a step (see ``kernel.record_acceptance``)."""
         record_acceptance(
-            self.counts, self.drafted_by, idx_mapping, num_sampled, num_rejected, num_computed, prefill_len
+            self.counts,
+            self.drafted_by,
+            idx_mapping,
+            num_sampled,
+            num_rejected,
+            num_computed,
+            prefill_len,
+            self.contemplates,
         )
 
     def snapshot(self) -> dict[str, dict[str, Any]]:

@@ -33,6 +33,7 @@ def _record_acceptance_kernel(
     num_computed_ptr,  # int32 [S]
     prefill_len_ptr,  # int32 [S]
     num_positions,
+    CONTEMPLATES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -43,6 +44,8 @@ def _record_acceptance_kernel(
     tl.store(drafted_by_ptr + slot, -1)
     sampled = tl.load(num_sampled_ptr + row)
     drafted = sampled + tl.load(num_rejected_ptr + row) - 1
+    if CONTEMPLATES:
+        drafted = (drafted - 1) // 2
     start = tl.load(num_computed_ptr + slot) - sampled
     if (drafter < 0) | (drafted <= 0) | (start < tl.load(prefill_len_ptr + slot)):
         return
@@ -64,6 +67,7 @@ def record_acceptance(
     num_rejected: torch.Tensor,
     num_computed: torch.Tensor,
     prefill_len: torch.Tensor,
+    contemplates: bool = False,
 ) -> None:
     """Add the verdict on every request's last draft to its drafter's counters; one launch, no sync.
 
@@ -78,6 +82,7 @@ def record_acceptance(
         num_rejected: int32 [R].
         num_computed: int32 [S] computed tokens after the step.
         prefill_len: int32 [S] prompt length (and what a preempted request had generated).
+        contemplates: whether the rejected ones include contemplate rows (``contemplate.layout``), which do not count.
     """
     num_positions = counts.shape[1] - 3
     _record_acceptance_kernel[(idx_mapping.shape[0],)](
@@ -90,5 +95,6 @@ def record_acceptance(
         num_computed,
         prefill_len,
         num_positions,
+        CONTEMPLATES=contemplates,
         BLOCK=triton.next_power_of_2(num_positions),
     )

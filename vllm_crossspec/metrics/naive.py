@@ -2,6 +2,8 @@
 
 import torch
 
+from vllm_crossspec.contemplate.layout import verified_nodes
+
 
 def mark_drafted(drafted_by: torch.Tensor, idx_mapping: torch.Tensor, drafter: int) -> None:
     """See :func:`vllm_crossspec.metrics.kernel.mark_drafted`."""
@@ -16,6 +18,7 @@ def record_acceptance(
     num_rejected: torch.Tensor,
     num_computed: torch.Tensor,
     prefill_len: torch.Tensor,
+    contemplates: bool = False,
 ) -> None:
     """See :func:`vllm_crossspec.metrics.kernel.record_acceptance`."""
     for row, slot in enumerate(idx_mapping.tolist()):
@@ -23,6 +26,7 @@ def record_acceptance(
             continue
         drafter = int(drafted_by[slot])
         sampled, drafted = int(num_sampled[row]), int(num_sampled[row] + num_rejected[row]) - 1
+        drafted = verified_nodes(drafted, contemplates)
         drafted_by[slot] = -1
         starts_in_prompt = int(num_computed[slot]) - sampled < int(prefill_len[slot])
         if drafter < 0 or drafted <= 0 or starts_in_prompt:

@@ -94,9 +94,11 @@ def best_first(*, log_probs: torch.Tensor, tokens: torch.Tensor, num_nodes: int,
 class DynamicTree:
     """See :class:`vllm_crossspec.tree.dynamic.DynamicTree`."""
 
-    def __init__(self, *, num_nodes: int, depth: int, top_k: int, max_num_reqs: int, device: torch.device):
-        self.num_nodes, self.depth, self.top_k = num_nodes, depth, top_k
-        self.mask_words = -(-depth * top_k // _WORD_BITS)
+    def __init__(
+        self, *, num_nodes: int, depth: int, top_k: int, max_num_reqs: int, device: torch.device, first_row: int = 0
+    ):
+        self.num_nodes, self.depth, self.top_k, self.first_row = num_nodes, depth, top_k, first_row
+        self.mask_words = -(-(first_row + depth * top_k) // _WORD_BITS)
         self.limits = torch.full((max_num_reqs,), depth, dtype=torch.int32, device=device)
         self.caps = torch.full((max_num_reqs,), num_nodes, dtype=torch.int32, device=device)
 
@@ -109,6 +111,7 @@ class DynamicTree:
         self._parents = torch.empty(num_reqs, 0, dtype=torch.int64, device=log_probs.device)
         self._chosen = torch.full((num_reqs, 1), -1, dtype=torch.int64, device=log_probs.device)
         self._masks = torch.zeros(num_reqs, 1, self.mask_words, dtype=torch.int32, device=log_probs.device)
+        self._masks[..., 0] = (1 << self.first_row) - 1
         self._beams: list[Beam] = []
         return self._take(1, log_probs[:, None], tokens[:, None])
 
@@ -147,7 +150,7 @@ class DynamicTree:
         is_live = best > _NEVER
         parents = parents.masked_fill(~is_live, 0)
         self._masks = self._masks.gather(1, parents[:, :, None].expand(-1, -1, self.mask_words)).clone()
-        own = (level - 1) * k + torch.arange(k, device=chosen.device)
+        own = self.first_row + (level - 1) * k + torch.arange(k, device=chosen.device)
         bits = torch.ones_like(own, dtype=torch.int32) << (own % _WORD_BITS).to(torch.int32)
         self._masks[:, torch.arange(k, device=own.device), own // _WORD_BITS] |= bits
         tokens = tokens.gather(1, chosen).masked_fill(~is_live, 0)

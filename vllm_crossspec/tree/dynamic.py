@@ -21,8 +21,8 @@ MAX_NODES = 255
 class Beam(NamedTuple):
     """The nodes of a level whose children the drafter is asked for next; views of persistent buffers.
 
-    A drafter that gives beam node j of level d (from 1) the row (d - 1) * k + j of its scratch has all ancestors of a
-    node in rows below, and ``masks`` says which they are.
+    A drafter that gives beam node j of level d (from 1) the row (d - 1) * k + j of its scratch, behind rows that all
+    nodes see, has all ancestors of a node in rows below, and ``masks`` says which they are.
 
     Attributes:
         tokens: int64 [R, k] ids in the target's vocabulary, by falling log-probability; 0 for a dead node.
@@ -65,6 +65,7 @@ def _expand_kernel(
     limits_ptr,  # int32 [S], deepest level of each request
     level,  # from 0
     num_words,
+    first_row,
     IS_FIRST: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_C: tl.constexpr,
@@ -118,8 +119,10 @@ def _expand_kernel(
 
     word = tl.arange(0, BLOCK_W)[None, :]
     in_mask = inside[:, None] & (word < num_words)
-    own_row = (level * TOP_K + j)[:, None]
+    own_row = (first_row + level * TOP_K + j)[:, None]
     mask = tl.where(word == own_row // 32, tl.full([1, 1], 1, tl.int32) << (own_row % 32), 0)
+    if IS_FIRST:  # what all rows see; the others inherit it
+        mask = mask | tl.where(word == 0, (tl.full([1, 1], 1, tl.int32) << first_row) - 1, 0)
     if not IS_FIRST:
         inherited = (before + parent)[:, None] * num_words + word
         mask = mask | tl.load(beam_masks_ptr + inherited, mask=in_mask, other=0)
@@ -315,16 +318,20 @@ class DynamicTree:
         top_k: children of a node, and nodes of a level that get children.
         max_num_reqs: S.
         device: of the drafter.
+        first_row: row of the scratch in which the first beam begins, at most 31; all nodes see the rows before it.
 
     Attributes:
         limits: int32 [S] deepest level of each request of the batch; ``depth`` unless someone writes there.
         caps: int32 [S] most nodes of each request's tree, likewise ``num_nodes``.
     """
 
-    def __init__(self, *, num_nodes: int, depth: int, top_k: int, max_num_reqs: int, device: torch.device):
-        assert 1 <= num_nodes <= MAX_NODES and depth >= 1 and top_k >= 1
+    def __init__(
+        self, *, num_nodes: int, depth: int, top_k: int, max_num_reqs: int, device: torch.device, first_row: int = 0
+    ):
+        assert 1 <= num_nodes <= MAX_NODES and depth >= 1 and top_k >= 1 and 0 <= first_row < 32
+        self.first_row = first_row
         self.num_nodes, self.depth, self.top_k, self.max_num_reqs = num_nodes, depth, top_k, max_num_reqs
-        self.mask_words = -(-depth * top_k // 32)
+        self.mask_words = -(-(first_row + depth * top_k) // 32)
         num_candidates = top_k + (depth - 1) * top_k * top_k
 
         def empty(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -420,6 +427,7 @@ class DynamicTree:
             self.limits,
             level - 1,
             self.mask_words,
+            self.first_row,
             IS_FIRST=level == 1,
             TOP_K=self.top_k,
             BLOCK_C=triton.next_power_of_2(num_beams * self.top_k),

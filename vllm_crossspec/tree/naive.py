@@ -90,9 +90,12 @@ def exhaustive(log_probs: torch.Tensor, num_nodes: int) -> list[tuple[float, tup
 class DynamicTree:
     """See :class:`vllm_crossspec.tree.dynamic.DynamicTree`."""
 
-    def __init__(self, *, num_nodes: int, depth: int, top_k: int, max_num_reqs: int, device: torch.device):
+    def __init__(
+        self, *, num_nodes: int, depth: int, top_k: int, max_num_reqs: int, device: torch.device, first_row: int = 0
+    ):
         self.num_nodes, self.depth, self.top_k, self.device = num_nodes, depth, top_k, device
-        self.mask_words = -(-depth * top_k // 32)
+        self.first_row = first_row
+        self.mask_words = -(-(first_row + depth * top_k) // 32)
 
     def start(self, log_probs: torch.Tensor, tokens: torch.Tensor) -> Beam:
         """See :meth:`vllm_crossspec.tree.dynamic.DynamicTree.start`."""
@@ -102,7 +105,7 @@ class DynamicTree:
         self.tokens: list[list[int]] = [[] for _ in range(num_reqs)]
         self.parents: list[list[int]] = [[] for _ in range(num_reqs)]
         self.beams: list[list[int]] = [[-1] for _ in range(num_reqs)]
-        self.ancestors: list[list[set[int]]] = [[set()] for _ in range(num_reqs)]
+        self.ancestors: list[list[set[int]]] = [[set(range(self.first_row))] for _ in range(num_reqs)]
         return self._take(1, log_probs[:, None], tokens[:, None])
 
     def expand(self, level: int, log_probs: torch.Tensor, tokens: torch.Tensor) -> Beam:
@@ -148,7 +151,7 @@ class DynamicTree:
         for j, c in enumerate(chosen):
             is_live = float(self.log_probs[row][c]) > _NEVER
             place = (c - first) // k if is_live else 0
-            seen = before[place] | {(level - 1) * k + j}
+            seen = before[place] | {self.first_row + (level - 1) * k + j}
             self.ancestors[row].append(seen)
             beam.tokens[row, j] = self.tokens[row][c] if is_live else 0
             beam.parents[row, j], beam.log_probs[row, j] = place, self.log_probs[row][c]

@@ -15,7 +15,8 @@ TREE, CHAIN, NOTHING = 0, 1, 2
 class TreeState:
     """Persistent device buffers, allocated once and written in place, so that CUDA graphs may hold their addresses.
 
-    S request slots, N draft tokens of a request, D deepest level, W mask words of 32 rows each.
+    S request slots, N draft tokens of a request, D deepest level, W mask words of 32 rows each; behind them mask words
+    of soft prompts, where there are any.
 
     Args:
         max_num_reqs: S.
@@ -23,6 +24,8 @@ class TreeState:
         num_nodes: N.
         max_depth: D.
         device: where they live.
+        num_rows: most rows of a request in a step; None: the root and the nodes.
+        num_soft: soft prompts that contemplate rows see (``contemplate.layout``).
 
     Attributes:
         parents: int32 [S, N] row of each node's parent; chains until trees are stored.
@@ -37,11 +40,24 @@ class TreeState:
         path: int32 [S, D + 1] accepted rows of the step's requests.
         out_tokens: int64 [S, D + 1] sampled tokens along the path.
         num_sampled: int32 [S] their number.
+        cu_rows: int32 [R + 1] on the device, first row of each request of the step among all rows that the scheduler
+            planned, where these are more than the rows with logits; else None.
     """
 
-    def __init__(self, max_num_reqs: int, max_num_tokens: int, num_nodes: int, max_depth: int, device: torch.device):
-        self.num_nodes, self.max_depth = num_nodes, max_depth
-        self.num_words = (num_nodes + 1 + 31) // 32
+    def __init__(
+        self,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        num_nodes: int,
+        max_depth: int,
+        device: torch.device,
+        num_rows: int | None = None,
+        num_soft: int = 0,
+    ):
+        self.num_nodes, self.max_depth, self.num_soft = num_nodes, max_depth, num_soft
+        self.num_rows = num_rows or num_nodes + 1
+        self.num_words = -(-self.num_rows // 32) + -(-num_soft // 32)
+        self.cu_rows: torch.Tensor | None = None
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)

@@ -12,18 +12,19 @@ def _prepare_level_kernel(
     beam_parents_ptr,  # int32 [R, k], index into the level before
     beam_parents_stride,
     root_positions_ptr,  # int64 [R]
-    states_ptr,  # [R * k, H], written
+    states_ptr,  # [R * ROWS, H], written where there are nodes
     states_stride,
-    positions_ptr,  # int64 [R * k], written
+    positions_ptr,  # int64 [R * ROWS], written likewise
     level,
     last_position,
     width,
     TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,  # of a request: k, and rows that are no nodes
     ROWS_BEFORE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    request, node = row // TOP_K, row % TOP_K
+    request, node = tl.program_id(0).to(tl.int64) // TOP_K, tl.program_id(0).to(tl.int64) % TOP_K
+    row = request * ROWS + node
     parent = tl.load(beam_parents_ptr + request * beam_parents_stride + node).to(tl.int64)
     source = request * ROWS_BEFORE + (parent if ROWS_BEFORE > 1 else 0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -32,6 +33,8 @@ def _prepare_level_kernel(
     if tl.program_id(1) == 0:
         position = tl.load(root_positions_ptr + request) + level
         tl.store(positions_ptr + row, tl.minimum(position, last_position))
+        if (ROWS > TOP_K) & (node == 0):  # a future stands behind the level's nodes
+            tl.store(positions_ptr + request * ROWS + TOP_K, tl.minimum(position + 1, last_position))
 
 
 def prepare_level(
@@ -43,6 +46,7 @@ def prepare_level(
     positions: torch.Tensor,
     level: int,
     last_position: int,
+    has_future: bool = False,
 ) -> None:
     """Give every beam node of a level its parent's state and its position; one launch.
 
@@ -54,6 +58,8 @@ def prepare_level(
         positions: int64 [R * k], written.
         level: from 1.
         last_position: no position is larger (the model's length minus one).
+        has_future: whether every request has one row more, behind its nodes' rows in ``states`` and ``positions``: it
+            gets the position after theirs, and its state stays (ConFu).
     """
     (num_reqs, top_k), width = beam_parents.shape, states.shape[1]
     block = min(1024, triton.next_power_of_2(width))
@@ -70,6 +76,7 @@ def prepare_level(
         last_position,
         width,
         TOP_K=top_k,
+        ROWS=top_k + has_future,
         ROWS_BEFORE=parent_states.shape[0] // num_reqs,
         BLOCK=block,
     )

@@ -28,6 +28,7 @@ class Proposer(ABC):
         head: from its last states to draft tokens, after loading.
         drafts: what the engine wants of the drafts.
         drafts_over_trees: whether its own forward passes attend over trees.
+        contemplates: whether the target runs contemplate rows for it.
         engine_config: the engine's own config, whose draft length is the engine's.
         req_states: the runner's request states.
     """
@@ -35,6 +36,7 @@ class Proposer(ABC):
     name: str
     drafts: DraftSettings
     drafts_over_trees: bool = False
+    contemplates: bool = False
     engine_config: VllmConfig
     req_states: Any
     model: nn.Module

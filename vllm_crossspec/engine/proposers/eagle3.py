@@ -47,9 +47,9 @@ class Eagle3Proposer(HeadSampling, EagleSpeculator, Proposer):
         super().init_cudagraph_manager(cudagraph_mode)
         if self.drafts.from_one_row:
             self.prefill_cudagraph_manager = RowGraphManager(self, cudagraph_mode, rows_per_req=1)
-        elif self.drafts.num_nodes != self.num_speculative_steps:
+        elif self.drafts.num_rows != self.num_speculative_steps + 1:
             self.prefill_cudagraph_manager = SpeculatorCudaGraphManager(
-                self.engine_config, self.device, cudagraph_mode, self.drafts.num_nodes + 1
+                self.engine_config, self.device, cudagraph_mode, self.drafts.num_rows
             )
 
     # -- the round --------------------------------------------------------------------------------------------

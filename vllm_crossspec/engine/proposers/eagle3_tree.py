@@ -19,6 +19,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 
 from vllm_crossspec.adaptive.heterospec import AdaptivePolicy, load_policy
 from vllm_crossspec.adaptive.sizer import TreeSizer
+from vllm_crossspec.contemplate.layout import planned_tokens
 from vllm_crossspec.drafters.eagle3 import batched as batched_levels
 from vllm_crossspec.drafters.eagle3.levels import prepare_growth, prepare_level
 from vllm_crossspec.engine.attention.base import DraftTail
@@ -48,6 +49,8 @@ class Eagle3TreeProposer(Eagle3Proposer):
     """
 
     drafts_over_trees = True
+    shared_rows = 0
+    """Rows of a request beside a level's nodes, which all of these see."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
         super().__init__(vllm_config, device, name, drafts)
@@ -66,17 +69,20 @@ class Eagle3TreeProposer(Eagle3Proposer):
             "top_k": top_k,
             "max_num_reqs": max_num_reqs,
             "device": device,
+            "first_row": self.shared_rows,
         }
         self.builder: DynamicTree | batched_tree.DynamicTree = DynamicTree(**self._sizes)
         self.prepare_level: Callable[..., None] = prepare_level
-        max_rows = max_num_reqs * top_k
+        self.level_rows = top_k + self.shared_rows
+        max_rows = max_num_reqs * self.level_rows
         self.root_log_probs = torch.zeros(max_num_reqs, top_k, dtype=torch.float32, device=device)
         self.root_tokens = torch.zeros(max_num_reqs, top_k, dtype=torch.int64, device=device)
         self.level_states = torch.zeros(max_rows, self.hidden_size, dtype=self.dtype, device=device)
         self.level_positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
-        self.tail_lengths = top_k * torch.arange(1, self.max_depth + 1, dtype=torch.int32, device=device)
+        levels = torch.arange(1, self.max_depth + 1, dtype=torch.int32, device=device)
+        self.tail_lengths = self.shared_rows + top_k * levels
         # The states of the last ordinary level, for the levels beyond it, which another graph holds.
-        kept_rows = max_rows if self.max_depth > drafts.depth else 0
+        kept_rows = max_num_reqs * top_k if self.max_depth > drafts.depth else 0
         self.last_states = torch.zeros(kept_rows, self.hidden_size, dtype=self.dtype, device=device)
         self.scratches: dict[str, torch.Tensor] = {}
         self.level_cudagraph_manager: DFlashCudaGraphManager | None = None
@@ -94,7 +100,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
         """The attention of the drafter's layers, and a scratch for the trees' keys and values of each."""
         super().set_attn(*arguments, **options)
         layers = self.vllm_config.compilation_config.static_forward_context
-        rows = (self.max_depth - 1) * self.builder.top_k
+        rows = self.shared_rows + (self.max_depth - 1) * self.builder.top_k
         for name in self.draft_attn_layer_names:
             layer = layers[name]
             shape = (self.max_num_reqs, max(rows, 1), 2, layer.num_kv_heads, layer.head_size)
@@ -127,7 +133,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
                 without_schedule(self.vllm_config),
                 self.device,
                 CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
-                decode_query_len=self.builder.top_k,
+                decode_query_len=self.level_rows,
             )
 
         self.level_cudagraph_manager = manager()
@@ -141,8 +147,8 @@ class Eagle3TreeProposer(Eagle3Proposer):
             self.engine_config,
             self.device,
             self.prefill_cudagraph_manager.cudagraph_mode,
-            self.drafts.num_nodes + 1,
-            query_lens=tuple(width + 1 for width in policy.widths),
+            self.drafts.num_rows,
+            query_lens=tuple(planned_tokens(width, self.contemplates) + 1 for width in policy.widths),
         )
 
     def capture(self) -> None:
@@ -199,23 +205,23 @@ class Eagle3TreeProposer(Eagle3Proposer):
 
     def _grow_batch(self, step: StepInputs, num_reqs: int) -> Sizing | None:
         """Grow the batch's trees, by captured graphs where there are some for its size; what sized them."""
-        top_k, options = self.builder.top_k, step.options
+        rows, options = self.level_rows, step.options
         prepare_growth(
             target_seq_lens=step.batch.seq_lens,
             num_rejected=step.num_rejected,
             seq_lens=self.input_buffers.seq_lens,
             query_start_loc=self.input_buffers.query_start_loc,
-            top_k=top_k,
+            top_k=rows,
         )
         sync = options.get("dp_sync_state")
         level_sync, num_rows = (
-            self._build_uniform_batch_dp_sync(sync, num_reqs, top_k) if sync is not None else (None, num_reqs * top_k)
+            self._build_uniform_batch_dp_sync(sync, num_reqs, rows) if sync is not None else (None, num_reqs * rows)
         )
         desc, level_sync = dispatch_cg_and_sync_dp(
             self.level_cudagraph_manager,
             num_reqs,
             num_rows,
-            uniform_token_count=top_k,
+            uniform_token_count=rows,
             dp_size=self.dp_size,
             dp_rank=self.dp_rank,
             need_eager=options.get("is_profile", False),
@@ -253,15 +259,15 @@ class Eagle3TreeProposer(Eagle3Proposer):
         self, desc: BatchExecutionDescriptor, num_reqs: int, seq_lens_upper_bound: torch.Tensor
     ) -> dict[str, Any] | None:
         """vLLM's metadata of k query rows a request over the paged cache, the same for all levels."""
-        top_k = self.builder.top_k
+        rows = self.level_rows
         return self._build_attn_metadata(
             num_reqs=num_reqs,
             batch_desc=desc,
-            query_start_loc_np=self.arange_np[: num_reqs + 1] * top_k,
+            query_start_loc_np=self.arange_np[: num_reqs + 1] * rows,
             seq_lens_cpu_upper_bound=seq_lens_upper_bound,
             step=0,
             causal=False,
-            slot_mappings=self.no_slots[:, : (desc.num_reqs or num_reqs) * top_k],
+            slot_mappings=self.no_slots[:, : (desc.num_reqs or num_reqs) * rows],
         )
 
     def _grow(
@@ -330,30 +336,45 @@ class Eagle3TreeProposer(Eagle3Proposer):
         """
         top_k, tree, num_reqs = self.builder.top_k, self.builder, beam.tokens.shape[0]
         for level in levels:
-            self.prepare_level(
-                parent_states=states,
-                beam_parents=beam.parents,
-                root_positions=self.input_buffers.positions,
-                states=self.level_states,
-                positions=self.level_positions,
-                level=level,
-                last_position=self.max_model_len - 1,
-            )
-            self._attach_tails(attn_metadata, level, num_reqs, beam.masks)
-            rows = num_reqs * top_k
-            out, states = self._forward_level(beam.tokens.reshape(rows), attn_metadata, num_tokens_across_dp)
-            keys = self.coupling(
-                self.idx_mapping[:num_reqs], self.level_positions[:rows] + 1, self.temperature, self.seeds
-            )
+            out, states, positions = self._forward_beam(level, beam, states, attn_metadata, num_tokens_across_dp)
+            keys = self.coupling(self.idx_mapping[:num_reqs], positions + 1, self.temperature, self.seeds)
             log_probs, tokens = self.head.candidates(out, keys, top_k)
             shape = (num_reqs, top_k, top_k)
             beam = tree.expand(level + 1, log_probs.view(shape), tokens.view(shape))
         return states
 
+    def _forward_beam(
+        self,
+        level: int,
+        beam: Beam,
+        states: torch.Tensor,
+        attn_metadata: dict[str, Any] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The drafter over one level's nodes; arguments as of :meth:`_expand`.
+
+        Returns:
+            For the R * k nodes: states for the head and for the next level, [rows, H] each, and positions.
+        """
+        num_reqs = beam.tokens.shape[0]
+        rows = num_reqs * self.level_rows
+        self.prepare_level(
+            parent_states=states,
+            beam_parents=beam.parents,
+            root_positions=self.input_buffers.positions,
+            states=self.level_states,
+            positions=self.level_positions,
+            level=level,
+            last_position=self.max_model_len - 1,
+        )
+        self._attach_tails(attn_metadata, level, num_reqs, beam.masks)
+        out, states = self._forward_level(beam.tokens.reshape(rows), attn_metadata, num_tokens_across_dp)
+        return out, states, self.level_positions[:rows]
+
     def _attach_tails(
         self, attn_metadata: dict[str, Any] | None, level: int, num_reqs: int, masks: torch.Tensor
     ) -> None:
-        """Tell each layer where its tree's keys and values are, and which of them each row sees."""
+        """Tell each layer where its tree's keys and values are, and by ``masks`` [R, rows, W] who sees which."""
         if attn_metadata is None:
             return
         for name, scratch in self.scratches.items():
@@ -362,7 +383,8 @@ class Eagle3TreeProposer(Eagle3Proposer):
                 row_mask=masks.reshape(-1, masks.shape[-1]),
                 length=self.tail_lengths[level - 1 : level],
                 num_reqs=num_reqs,
-                queries_per_req=self.builder.top_k,
+                queries_per_req=self.level_rows,
+                has_shared=self.shared_rows > 0,
             )
             # Layers of one cache group share their metadata, but each has a scratch of its own.
             attn_metadata[name] = dataclasses.replace(attn_metadata[name], draft_tail=tail)
@@ -372,6 +394,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
         token_ids: torch.Tensor,
         attn_metadata: dict[str, Any] | None,
         num_tokens_across_dp: torch.Tensor | None,
+        inputs_embeds: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The drafter over one level's rows: its states for the head and for the next level, [rows, H] each."""
         num_rows = token_ids.shape[0]
@@ -392,5 +415,5 @@ class Eagle3TreeProposer(Eagle3Proposer):
                 input_ids=token_ids,
                 positions=self.level_positions[:num_rows],
                 hidden_states=self.level_states[:num_rows],
-                inputs_embeds=None,
+                inputs_embeds=inputs_embeds,
             )

@@ -1,0 +1,254 @@
+"""The target's side of ConFu: contemplate rows in its batch, and what they leave for the next round (section 3.1).
+
+Shape legend: S request slots, R requests of the batch, T token rows of the step, H hidden size of the target.
+
+A step with drafts carries a contemplate row for every row that it verifies (``contemplate.layout``). Which rows they
+are is known when vLLM has laid out the batch: their logits are never computed, their embeddings come from a mixture of
+experts instead of the vocabulary, and their attention sees the soft prompts. After verification the row behind the
+last accepted token is the drafter's future; the target's states there choose the next round's embedding.
+
+A prompt's last row has no contemplate row: it would have to stand behind rows that are no tail, whose attention is
+vLLM's own. So the first round of a request drafts without a future.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.utils.torch_utils import async_tensor_h2d
+
+from vllm_crossspec.contemplate import batched, kernels
+from vllm_crossspec.contemplate.layout import verified_nodes
+from vllm_crossspec.drafters.base import drafter_kind
+from vllm_crossspec.tree.state import TreeState
+
+logger = init_logger("vllm.crossspec")
+
+
+def num_soft_prompts(speculator: Any) -> int:
+    """s of the drafter that contemplates; 0 where none does."""
+    configs = (p.speculative_config.draft_model_config for p in speculator.proposers.values())
+    return max((getattr(c.hf_config, "num_soft_prompts", 0) for c in configs if c is not None), default=0)
+
+
+def contemplate_for(runner: Any) -> "Contemplation":
+    """Have the target of ``runner`` contemplate for the drafter that wants it; both are loaded."""
+    host, settings = runner.speculator, runner.settings
+    name = next(n for n, d in settings.drafters.items() if drafter_kind(d.kind, "").contemplates)
+    proposer = host.proposers[name]
+    made = Contemplation(
+        proposer.model,
+        host.tap_indices[name],
+        runner.tree_state,
+        runner.max_num_reqs,
+        runner.max_num_tokens,
+        runner.dtype,
+        runner.device,
+    )
+    made.install(runner)
+    proposer.contemplation = made
+    logger.info(
+        "crossspec: the target contemplates for %s: up to %d rows of a request in a step (%d draft nodes, the last "
+        "token and a contemplate row for each), %d soft prompts a layer; %.1f MiB",
+        name,
+        runner.tree_state.num_rows,
+        runner.tree_state.num_nodes,
+        proposer.model.soft_prompts.keys.shape[2],
+        made.num_bytes / 2**20,
+    )
+    return made
+
+
+class Contemplation:
+    """Contemplate rows of one engine.
+
+    Args:
+        model: the drafter's (``engine.models.confu``), loaded.
+        taps: which of the target's tapped states its gate reads.
+        state: of the trees.
+        max_num_reqs: S.
+        max_num_tokens: most rows of a step.
+        dtype: of the target.
+        device: of the target.
+
+    Attributes:
+        futures: [S, H] final state of the contemplate row behind each slot's last accepted token.
+        has_future: int32 [S] whether there was one.
+        embeds: [S, H] embedding of each slot's next contemplate rows.
+        inputs_embeds: [rows, H] what the target reads instead of token ids.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        taps: list[int],
+        state: TreeState,
+        max_num_reqs: int,
+        max_num_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        self.model, self.taps, self.state, self.device = model, taps, state, device
+        hidden = model.contemplate_embed.experts.shape[1]
+        self.futures = torch.zeros(max_num_reqs, hidden, dtype=dtype, device=device)
+        self.embeds = torch.zeros(max_num_reqs, hidden, dtype=dtype, device=device)
+        self.has_future = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
+        self.inputs_embeds = torch.zeros(max_num_tokens, hidden, dtype=dtype, device=device)
+        room = kernels if device.type != "cpu" else batched
+        self._contemplate: Callable[..., None] = room.contemplate
+        self._write_rows: Callable[..., None] = room.write_contemplate_rows
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory beside the drafter's weights: the buffers, and the soft prompts as the target's layers read them."""
+        buffers = (self.futures, self.embeds, self.has_future, self.inputs_embeds)
+        return sum(x.nbytes for x in buffers) + self.soft_bytes
+
+    # -- what the target sees -----------------------------------------------------------------------------------
+
+    def install(self, runner: Any) -> None:
+        """Give the target's layers their soft prompts, and its forward pass embeddings in the place of token ids."""
+        self.soft_bytes = self._place_soft_prompts(runner.compilation_config.static_forward_context)
+        model_state, target = runner.model_state, runner.model
+        own_embeds = model_state.prepare_inputs_embeds if runner.uses_inputs_embeds else None
+        dummy_inputs = model_state.prepare_dummy_inputs
+
+        def prepare_inputs_embeds(encoder_inputs: Any, batch: Any, req_states: Any) -> torch.Tensor:
+            rows = self.inputs_embeds[: batch.num_tokens_after_padding]
+            if own_embeds is not None:
+                rows.copy_(own_embeds(encoder_inputs, batch, req_states))
+            else:
+                rows[: batch.num_tokens] = target.embed_input_ids(batch.input_ids[: batch.num_tokens])
+            self._write(batch)
+            return rows
+
+        def prepare_dummy_inputs(num_reqs: int, num_tokens: int) -> dict[str, Any]:
+            return {**dummy_inputs(num_reqs, num_tokens), "inputs_embeds": self.inputs_embeds[:num_tokens]}
+
+        model_state.prepare_inputs_embeds = prepare_inputs_embeds
+        model_state.prepare_dummy_inputs = prepare_dummy_inputs
+        model_state.dummy_inputs_embeds = lambda num_tokens: self.inputs_embeds[:num_tokens]
+        runner.uses_inputs_embeds = True
+
+    def _place_soft_prompts(self, layers: dict[str, Any]) -> int:
+        """Each target layer's own heads of its soft prompts; bytes of them all."""
+        prompts = self.model.soft_prompts
+        targets = {extract_layer_index(name): layer for name, layer in layers.items() if not layer.is_draft_layer}
+        rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        num_bytes, total = 0, prompts.keys.shape[1]
+        for index, layer in targets.items():
+            count = layer.num_kv_heads
+            first = rank * count if total >= size else rank * total // size
+            both = torch.stack([prompts.keys[index], prompts.values[index]])[:, first : first + count]
+            layer.soft_prompts = both.to(layer.kv_cache_torch_dtype).contiguous()
+            num_bytes += layer.soft_prompts.nbytes
+        return num_bytes
+
+    def _write(self, batch: Any) -> None:
+        """The embeddings of the batch's contemplate rows."""
+        if self.state.cu_rows is None:
+            return
+        self._write_rows(
+            embeds=self.inputs_embeds,
+            contemplate_embeds=self.embeds,
+            idx_mapping=batch.idx_mapping,
+            query_start_loc=batch.query_start_loc,
+            cu_rows=self.state.cu_rows,
+            max_rows=self.state.num_rows,
+        )
+
+    # -- the step -----------------------------------------------------------------------------------------------
+
+    def split(self, batch: Any) -> Any:
+        """vLLM's batch with logits of the root and the draft nodes alone.
+
+        ``num_draft_tokens`` and ``num_draft_tokens_per_req`` stay the scheduler's, contemplate rows included.
+        """
+        if not batch.num_draft_tokens:
+            self.state.cu_rows = None
+            return batch
+        self.state.cu_rows = batch.cu_num_logits
+        num_reqs = batch.num_reqs
+        counts = self.nodes_of(batch) + 1
+        starts = np.zeros(num_reqs + 1, dtype=np.int32)
+        np.cumsum(counts, out=starts[1:])
+        cu_nodes = async_tensor_h2d(starts, device=self.device)
+        num_logits = int(starts[-1])
+        rows = torch.empty(num_logits, dtype=batch.logits_indices.dtype, device=self.device)
+        slots = torch.empty(num_logits, dtype=batch.expanded_idx_mapping.dtype, device=self.device)
+        places = torch.empty(num_logits, dtype=torch.int32, device=self.device)
+        kernels.split_rows(
+            query_start_loc=batch.query_start_loc,
+            cu_rows=batch.cu_num_logits,
+            cu_nodes=cu_nodes,
+            idx_mapping=batch.idx_mapping,
+            logits_indices=rows,
+            expanded_idx_mapping=slots,
+            expanded_local_pos=places,
+        )
+        return dataclasses.replace(
+            batch,
+            logits_indices=rows,
+            expanded_idx_mapping=slots,
+            expanded_local_pos=places,
+            cu_num_logits=cu_nodes,
+            cu_num_logits_np=starts,
+        )
+
+    def verified(self, batch: Any) -> Any:
+        """The batch of :meth:`split` as sampling and grammars see it: draft tokens are the draft nodes."""
+        if self.state.cu_rows is None:
+            return batch
+        return dataclasses.replace(batch, num_draft_tokens_per_req=self.nodes_of(batch))
+
+    def masks_of(self, batch: Any, grammar_output: Any) -> Any:
+        """The scheduler's grammar masks without those of contemplate rows, which follow each request's nodes.
+
+        Args:
+            batch: of :meth:`split`.
+            grammar_output: vLLM's; its masks are one for every row that the scheduler planned, request by request.
+        """
+        numbers = {req_id: index for index, req_id in enumerate(batch.req_ids)}
+        kept, first = [], 0
+        for req_id in grammar_output.structured_output_request_ids:
+            planned = int(batch.num_draft_tokens_per_req[numbers[req_id]]) + 1
+            kept.append(np.arange(first, first + verified_nodes(planned - 1, True) + 1))
+            first += planned
+        masks = grammar_output.grammar_bitmask[np.concatenate(kept)] if kept else grammar_output.grammar_bitmask
+        return dataclasses.replace(grammar_output, grammar_bitmask=masks)
+
+    def nodes_of(self, batch: Any) -> Any:
+        """int32 [R] on the host, draft nodes of each request in the step."""
+        return np.array([verified_nodes(int(n), True) for n in batch.num_draft_tokens_per_req], dtype=np.int32)
+
+    def observe(self, batch: Any, final_states: torch.Tensor, tapped: list[torch.Tensor]) -> None:
+        """Keep what the step's last accepted rows leave: futures, and the next contemplate rows' embeddings.
+
+        Args:
+            batch: of :meth:`split`, verified; its accepted paths are in the trees' state, and nothing has moved yet.
+            final_states: [T, H].
+            tapped: the [T, H] states of all tapped layers.
+        """
+        if not tapped:
+            return
+        mixture, rows = self.model.contemplate_embed, self.state.cu_rows
+        self._contemplate(
+            final_states=final_states,
+            taps=[tapped[i] for i in self.taps],
+            idx_mapping=batch.idx_mapping,
+            query_start_loc=batch.query_start_loc,
+            cu_rows=batch.cu_num_logits if rows is None else rows,
+            num_sampled=self.state.num_sampled,
+            path=self.state.path,
+            router=mixture.router,
+            experts=mixture.experts,
+            top=mixture.top,
+            contemplate_embeds=self.embeds,
+            futures=self.futures,
+            has_future=self.has_future,
+        )
