@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from vllm_crossspec.adaptive.calibration import identify
+
 EAGLE3_LAYER = "midlayer."
 
 
@@ -144,6 +146,50 @@ def random_dflash(folder: Path, target_folder: Path, layers: tuple[int, ...] = (
         "dtype": "float32",
     }
     return _write(folder, config, _tensors(shapes, 1))
+
+
+def random_confu(
+    folder: Path, target_folder: Path, draft_vocab_size: int | None = None, *,
+    num_soft_prompts: int = 4, num_experts: int = 3, top_experts: int = 2, seed: int = 0,
+) -> Path:  # fmt: skip
+    """A random ConFu drafter for a target folder; its layer and its tokens are those of ``random_eagle3``."""
+    target = json.loads((target_folder / "config.json").read_text())
+    config, tensors = _read(random_eagle3(folder, target_folder, draft_vocab_size, seed))
+    hidden, layers, kv, dim = (
+        target[k] for k in ("hidden_size", "num_hidden_layers", "num_key_value_heads", "head_dim")
+    )
+    generator = torch.Generator().manual_seed(seed + 3)
+    tensors = {name.replace(EAGLE3_LAYER, "layers.0."): x for name, x in tensors.items()}
+    tensors |= {
+        name: torch.randn(shape, generator=generator)
+        for name, shape in {
+            "soft_prompts.keys": (layers, kv, num_soft_prompts, dim),
+            "soft_prompts.values": (layers, kv, num_soft_prompts, dim),
+            "contemplate_embed.router": (num_experts, 3 * hidden),
+            "contemplate_embed.experts": (num_experts, hidden),
+            "future_embed.router": (num_experts, hidden),
+            "future_embed.experts": (num_experts, hidden),
+            "no_future_embed": (hidden,),
+        }.items()
+    }
+    layer = {k: v for k, v in config.items() if k not in ("architectures", "draft_vocab_size", "torch_dtype")}
+    identity = identify(str(target_folder), "target")
+    wrapped = {
+        "architectures": ["ConfuSpeculator"],
+        "speculators_model_type": "confu",
+        "draft_vocab_size": config["draft_vocab_size"],
+        "target_hidden_size": hidden,
+        "eagle_aux_hidden_state_layer_ids": [2, layers // 2, layers - 3],
+        "norm_before_residual": False,
+        "num_soft_prompts": num_soft_prompts,
+        "num_experts": num_experts,
+        "top_experts": top_experts,
+        "target": identity._asdict() | {"num_hidden_layers": layers, "num_key_value_heads": kv, "head_dim": dim},
+        "speculators_config": _speculators_config("confu", target_folder),
+        "torch_dtype": "float32",
+        "transformer_layer_config": layer,
+    }
+    return _write(folder, wrapped, tensors)
 
 
 def _read(folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:

@@ -5,7 +5,8 @@ import json
 import checkpoints
 import pytest
 
-from vllm_crossspec.drafters.checkpoint import check_drafter
+from vllm_crossspec.drafters.checkpoint import check_drafter, read_config
+from vllm_crossspec.drafters.confu.checkpoint import ConfuShape, check_target, read_shape
 from vllm_crossspec.types import TargetFacts
 
 TARGET_CONFIG = {
@@ -77,6 +78,111 @@ def test_a_wrong_dart_checkpoint_gets_one_sentence(tmp_path, target_folder, chan
     with pytest.raises(ValueError, match=sentence) as caught:
         check("dart", folder)
     assert "\n" not in str(caught.value) and str(caught.value).startswith("speculative_config.model: ")
+
+
+@pytest.fixture()
+def confu(tmp_path, target_folder):
+    return checkpoints.random_confu(tmp_path / "confu", target_folder, draft_vocab_size=128)
+
+
+def test_a_confu_checkpoint_is_read(confu):
+    facts = check("confu", confu)
+    assert facts.target_layers == (2, 4, 5) and facts.draft_vocab_size == 128
+    assert facts.max_draft_tokens is None and facts.default_draft_tokens == 5 and facts.mask_token_id is None
+    assert read_shape(read_config(str(confu), "model"), "model") == ConfuShape(4, 3, 2, 8, 1, 32)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"speculators_model_type": "eagle3"}, "describes eagle3, not a ConFu drafter; train one with"),
+        ({"speculators_model_type": None}, "not a ConFu drafter"),
+        ({"architectures": ["Eagle3Speculator"]}, 'set "architectures" in config.json to'),
+        ({"num_soft_prompts": 0}, "num_soft_prompts in config.json is 0; it must be 1 or more"),
+        ({"num_soft_prompts": "16"}, "num_soft_prompts in config.json is '16'"),
+        ({"num_soft_prompts": None}, "has no 'num_soft_prompts'"),
+        ({"num_experts": None}, "has no 'num_experts'"),
+        ({"top_experts": True}, "top_experts in config.json is True"),
+        ({"top_experts": 4}, "top_experts in config.json is 4, but there are 3 experts"),
+        ({"target": None}, "has no 'target'"),
+        ({"target": "Qwen3"}, "'target' in config.json is 'Qwen3', not the target's identity"),
+        ({"target": {"num_hidden_layers": 8, "num_key_value_heads": 1}}, "has no 'head_dim'"),
+        (
+            {"target": {"num_hidden_layers": 9, "num_key_value_heads": 1, "head_dim": 32}},
+            "has soft prompts for 9 layers, but the target has 8",
+        ),
+        ({"eagle_aux_hidden_state_layer_ids": None}, "has no 'eagle_aux_hidden_state_layer_ids'"),
+        ({"eagle_aux_hidden_state_layer_ids": [2, 4, 9]}, r"taps target layers \[2, 4, 9\], but the target has 8"),
+        ({"norm_before_residual": True}, "has norm_before_residual, which no ConFu drafter has"),
+        ({"draft_vocab_size": 512}, "draft_vocab_size 512 is larger than the vocabulary"),
+        ({"transformer_layer_config": {"hidden_size": 64}}, "has no 'vocab_size'"),
+        ({"transformer_layer_config": {"num_hidden_layers": 2}}, "describes 2 layers; a ConFu drafter has one"),
+        ({"transformer_layer_config": {"hidden_size": 128, "vocab_size": 256}}, "reads states of width 128"),
+        ({"transformer_layer_config": {"hidden_size": 64, "vocab_size": 300}}, "vocabulary of 300 tokens"),
+    ],
+)
+def test_a_wrong_confu_checkpoint_gets_one_sentence(confu, changes, sentence):
+    edit(confu, **changes)
+    with pytest.raises(ValueError, match=sentence) as caught:
+        check("confu", confu)
+    assert "\n" not in str(caught.value) and str(caught.value).startswith("speculative_config.model: ")
+
+
+def test_confu_and_the_others_refuse_each_other(confu, eagle3, dflash):
+    for kind, sentence in (
+        ("eagle3", "describes confu, not an EAGLE-3 drafter"),
+        ("dflash", "it is not a DFlash drafter"),
+        ("dart", "it is not a DART drafter"),
+        ("draft_model", "describes a drafter that reads the target's states"),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            check(kind, confu)
+    for folder in (eagle3, dflash):
+        with pytest.raises(ValueError, match="not a ConFu drafter; train one with `crossspec train confu`"):
+            check("confu", folder)
+
+
+def _check_target(confu, target_folder):
+    check_target(read_config(str(confu), "model"), "model", str(target_folder))
+
+
+def _weigh(folder, text):
+    (folder / "model.safetensors").write_text(text)
+
+
+def test_a_confu_drafter_knows_its_target_wherever_it_lies(tmp_path, target_folder):
+    _weigh(target_folder, "these weights")
+    confu = checkpoints.random_confu(tmp_path / "confu", target_folder)
+    _check_target(confu, target_folder.rename(tmp_path / "elsewhere"))
+
+
+def test_another_target_with_the_same_shape_is_refused(tmp_path, target_folder):
+    _weigh(target_folder, "these weights")
+    confu = checkpoints.random_confu(tmp_path / "confu", target_folder)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.json").write_text((target_folder / "config.json").read_text())
+    _check_target(confu, other)  # its weights are not at hand
+    _weigh(other, "those weights")
+    remedy = f"train one for it with `crossspec train confu --target {other}`"
+    with pytest.raises(ValueError, match=f"^model: .* another target .target. than other, whose weight .*{remedy}"):
+        _check_target(confu, other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"num_hidden_layers": 9}, "num_layers 8. than target, which has 9"),
+        ({"num_key_value_heads": 2}, "num_kv_heads 1. than target, which has 2"),
+        ({"head_dim": 16}, "head_dim 32. than target, which has 16"),
+    ],
+)
+def test_a_target_of_another_attention_is_refused_without_its_weights(confu, target_folder, changes, sentence):
+    _check_target(confu, target_folder)
+    edit(target_folder, **changes)
+    with pytest.raises(ValueError, match=sentence) as caught:
+        _check_target(confu, target_folder)
+    assert "\n" not in str(caught.value) and "crossspec train confu --target" in str(caught.value)
 
 
 def test_eagle3_formats_say_the_same(tmp_path, target_folder, eagle3):

@@ -61,13 +61,17 @@ def _mlp(w: dict[str, torch.Tensor], prefix: str, x: torch.Tensor) -> torch.Tens
     return w[prefix + "mlp.down_proj.weight"] @ (F.silu(gate) * up)
 
 
-class _NaiveEagle3:
+class NaiveEagle3:
     """EAGLE-3 as an engine runs it: one token at a time over a growing cache, from a checkpoint's tensors."""
 
     def __init__(self, tensors: dict[str, torch.Tensor], embedding: torch.Tensor, theta: float):
         self.w, self.embedding, self.theta = tensors, embedding, theta
         self.keys: list[torch.Tensor] = []
         self.values: list[torch.Tensor] = []
+
+    def cache(self, position: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values [n, k, D] that the entry at ``position``, the newest, sees."""
+        return torch.stack(self.keys), torch.stack(self.values)
 
     def step(self, token: int, features: torch.Tensor, position: int) -> tuple[int, torch.Tensor]:
         """Take the entry (features, token) at ``position`` into the cache; give the drafted token and its state."""
@@ -81,14 +85,14 @@ class _NaiveEagle3:
         q, k, v = ((w[f"{layer}self_attn.{n}_proj.weight"] @ x).view(-1, HEAD_DIM) for n in "qkv")
         self.keys.append(_turn(k, position, self.theta))
         self.values.append(v)
-        seen = _attend(_turn(q, position, self.theta), torch.stack(self.keys), torch.stack(self.values))
+        seen = _attend(_turn(q, position, self.theta), *self.cache(position))
         hidden = features + w[layer + "self_attn.o_proj.weight"] @ seen.flatten()
         hidden = hidden + _mlp(w, layer, _norm(hidden, w[layer + "post_attention_layernorm.weight"]))
         choice = (w["lm_head.weight"] @ _norm(hidden, w["norm.weight"])).argmax().item()
         return choice + w["d2t"][choice].item(), hidden
 
 
-def _scramble(model: torch.nn.Module) -> None:
+def scramble(model: torch.nn.Module) -> None:
     """Random weights everywhere, the norms too, so that a forgotten norm shows."""
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -102,7 +106,7 @@ def test_eagle3_unrolled_for_training_equals_an_engines_chain(target_folder):
     target = frozen_target(target_folder, default_target_layers(DEPTH))
     kept = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:96].sort().values
     model = Eagle3Drafter(EAGLE3, target.config, kept, seed=0)
-    _scramble(model)
+    scramble(model)
     tensors = eagle3.checkpoint(model, EAGLE3, target.config)[1]
     batch = collate(random_rows(3, seed=5))
     states = target.states(batch.tokens)
@@ -116,7 +120,7 @@ def test_eagle3_unrolled_for_training_equals_an_engines_chain(target_folder):
             # The engine's target has seen no token after the one it has just emitted.
             hidden = target.model.model(input_ids=tokens[None], output_hidden_states=True).hidden_states
             taps = torch.cat([hidden[i][0] for i in (2, DEPTH // 2, DEPTH - 3)], dim=-1)
-            naive = _NaiveEagle3(tensors, target.embedding, model.theta)
+            naive = NaiveEagle3(tensors, target.embedding, model.theta)
             for position in range(place + 1):
                 features = tensors["fc.weight"] @ taps[position]
                 token, state = naive.step(tokens[position + 1].item(), features, position)
@@ -132,7 +136,7 @@ def test_dflash_blocks_of_training_equal_an_engines_block(target_folder):
     ids = dflash.target_layer_ids(DEPTH, DFLASH.num_target_layers)
     target = frozen_target(target_folder, [i + 1 for i in ids])
     model = DFlashDrafter(DFLASH, target.config, seed=0)
-    _scramble(model)
+    scramble(model)
     w, mask_id = dict(model.state_dict()), 3
     batch = collate(random_rows(3, seed=6))
     anchors = torch.stack([batch.starts, batch.ends - 2], dim=1)

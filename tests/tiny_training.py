@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from vllm_crossspec.training.confu import ConfuConfig
 from vllm_crossspec.training.dart import DartConfig, train_dart
 from vllm_crossspec.training.data import IM_END
 from vllm_crossspec.training.dflash import DFlashConfig, train_dflash
@@ -36,6 +37,17 @@ DART = DartConfig(
 DRAFT_MODEL = DraftModelConfig(
     num_layers=1, intermediate_size=16, teacher_temperature=0.3, num_drafts=4, rows_per_step=4, bfloat16=False
 )
+CONFU = ConfuConfig(
+    num_steps=4,
+    rows_per_step=4,
+    anchors_per_row=5,
+    bfloat16=False,
+    num_soft_prompts=3,
+    num_experts=4,
+    replicas=2,
+    max_lag=3,
+)
+"""It has to be given the ``start`` that it goes on from."""
 LOOP = LoopConfig(steps=24, lr=1e-2, warmup=4, save_every=6, eval_every=12)
 TRAINERS = {
     "eagle3": (train_eagle3, EAGLE3),
@@ -95,6 +107,12 @@ def write_target(folder: Path) -> None:
 def write_responses(folder: Path, data: Path, target_folder: Path) -> None:
     """The target's own answers to the text's prompts."""
     generate(data, target_folder, folder, GenerateConfig(max_new_tokens=24, shard_rows=20))
+
+
+def write_eagle3(folder: Path, responses: Path, target_folder: Path) -> Path:
+    """An EAGLE-3 drafter, trained a little: the folder that others may start from."""
+    train_eagle3(responses, target_folder, folder, EAGLE3, LOOP)
+    return folder / "model"
 
 
 def random_rows(count: int, seed: int = 0) -> list[Generation]:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from vllm_crossspec.cli.train_confu import train_confu_command
 from vllm_crossspec.cli.train_options import (
     Bfloat16,
     Data,
@@ -24,6 +25,7 @@ from vllm_crossspec.cli.train_options import (
     begin_drafter,
     check_folder,
     check_model_folder,
+    check_start,
 )
 
 app = typer.Typer(
@@ -38,7 +40,9 @@ app = typer.Typer(
        the prompts: drafters learn from the text that they will have to guess.
     3. `crossspec train eagle3 --data work/responses --target work/target/model --out work/eagle3` and
        `crossspec train dflash`, `dart` and `draft-model` alike.
-    4. `crossspec train router --records work/records --out work/router`, from what `crossspec collect` recorded.
+    4. `crossspec train confu --start work/eagle3/model --data work/responses --target work/target/model
+       --out work/confu`, which goes on from an EAGLE-3 drafter.
+    5. `crossspec train router --records work/records --out work/router`, from what `crossspec collect` recorded.
 
     TEXT is a folder of `train-*.jsonl[.gz]` (and `dev-*.jsonl[.gz]`, held out), one row a line, with `prompt`,
     `response` and `category`. Every command is seeded, shows its progress, goes on where it was stopped when it is
@@ -128,8 +132,13 @@ def train_eagle3_command(
     out: Out,
     steps: Steps = 3000,
     lr: Rate = 2e-3,
-    draft_vocab: Annotated[int, typer.Option(min=1, help="The most frequent response tokens that it knows.")] = 3072,
-    intermediate_size: Annotated[int, typer.Option(min=1, help="Width of its MLP.")] = 768,
+    start: Annotated[
+        Path | None, typer.Option(help="Folder of a trained EAGLE-3 drafter to go on from, instead of anew.")
+    ] = None,
+    draft_vocab: Annotated[
+        int | None, typer.Option(min=1, help="The most frequent response tokens that it knows; 3072, or --start's.")
+    ] = None,
+    intermediate_size: Annotated[int | None, typer.Option(min=1, help="Width of its MLP; 768, or --start's.")] = None,
     num_steps: Annotated[int, typer.Option(min=1, help="Drafted tokens that training unrolls.")] = 7,
     teacher_temperature: Teacher = 1.0,
     rows_per_step: Rows = 16,
@@ -144,13 +153,19 @@ def train_eagle3_command(
 
     Prints and stores (`acceptance.json`) the tokens a round on the held-out responses.
     """
+    if start is not None:
+        check_start(start)
+        for option, value in (("--draft-vocab", draft_vocab), ("--intermediate-size", intermediate_size)):
+            if value is not None:
+                raise ValueError(f"{option} {value}: a drafter that goes on from --start keeps its own; leave it out")
     begin_drafter(data, target, out, threads, resume)
     from vllm_crossspec.training.eagle3 import Eagle3Config, train_eagle3
     from vllm_crossspec.training.loop import LoopConfig
 
     config = Eagle3Config(
-        intermediate_size=intermediate_size,
-        draft_vocab_size=draft_vocab,
+        start="" if start is None else str(start.resolve()),
+        intermediate_size=intermediate_size or 768,
+        draft_vocab_size=draft_vocab or 3072,
         num_steps=num_steps,
         teacher_temperature=teacher_temperature,
         rows_per_step=rows_per_step,
@@ -159,6 +174,9 @@ def train_eagle3_command(
     )
     train_eagle3(data, target, out, config, LoopConfig(steps=steps, lr=lr, seed=seed), device)
     sys.stdout.write(f"drafter in {out / 'model'}\n")
+
+
+app.command("confu")(train_confu_command)
 
 
 @app.command("dflash")

@@ -65,6 +65,16 @@ def check_model_folder(target: Path) -> None:
         raise ValueError(f"--target {target} has no config.json; give a Hugging Face model folder")
 
 
+def check_start(start: Path) -> None:
+    """See that ``--start`` is a folder of a drafter, before anything heavy is imported."""
+    check_folder("--start", start, "give an EAGLE-3 drafter that `crossspec train eagle3` made")
+    if not (start / "config.json").is_file():
+        inner = f"; its drafter is in {start / 'model'}" if (start / "model" / "config.json").is_file() else ""
+        raise ValueError(
+            f"--start {start} has no config.json{inner or '; give the folder of a trained EAGLE-3 drafter'}"
+        )
+
+
 def begin_drafter(data: Path, target: Path, out: Path, threads: int, resume: bool) -> None:
     """What every drafter's command does first: see that its inputs are there, and :func:`begin`."""
     check_folder("--data", data, "make it with `crossspec train generate`")

@@ -11,7 +11,7 @@ steps of its own draft. The output is normed for the head alone.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,7 +30,8 @@ from vllm_crossspec.training.generations import (
     sample_anchors,
 )
 from vllm_crossspec.training.loop import LoopConfig
-from vllm_crossspec.training.states import FrozenTarget, States, load_target
+from vllm_crossspec.training.start import load_start, read_start
+from vllm_crossspec.training.states import FrozenTarget, States, Teacher, load_target, target_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,7 @@ class Eagle3Config:
         anchors_per_row: drafts of one response in one optimizer step.
         bfloat16: compute under bfloat16 autocast (weights stay float32).
         eval_rows: at most so many held-out responses.
+        start: folder of a trained drafter to go on from, whose shape and vocabulary it keeps; "" for none.
     """
 
     intermediate_size: int = 768
@@ -58,6 +60,7 @@ class Eagle3Config:
     anchors_per_row: int = 48
     bfloat16: bool = True
     eval_rows: int = 96
+    start: str = ""
 
 
 class Eagle3Drafter(nn.Module):
@@ -90,12 +93,13 @@ class Eagle3Drafter(nn.Module):
         x = projection(x).unflatten(-1, (-1, self.dim))
         return x if positions is None else rotate(x, positions, self.theta)
 
-    def _join(self, embedded: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    def join(self, embedded: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """Entries [..., 2 H] of token embeddings and features, [..., H] each."""
         return torch.cat([self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(features)], dim=-1)
 
     def unroll(
         self, states: States, tokens: torch.Tensor, embedding: torch.Tensor, anchors: torch.Tensor, num_steps: int,
-        *, own_tokens: bool = False,
+        *, own_tokens: bool = False, last_entry: torch.Tensor | None = None,
     ) -> Iterator[torch.Tensor]:  # fmt: skip
         """Draft ``num_steps`` tokens from every anchor.
 
@@ -105,27 +109,35 @@ class Eagle3Drafter(nn.Module):
             embedding: the target's, [V, H].
             anchors: int64 [B, A]; anchor p stands for the entry (features of p, token p + 1), p + 1 < T.
             own_tokens: feed back the drafter's own choices, as inference does, instead of the response's tokens.
+            last_entry: [B, A, 2 H] of :meth:`join`, seen by every step of its draft from the place after it.
 
         Yields:
             At step s the logits [B, A, draft vocabulary] of the token at p + 2 + s.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         features = self.fc(states.taps[:, :-1])
-        joined = self._join(F.embedding(tokens[:, 1:], embedding), features)
+        joined = self.join(F.embedding(tokens[:, 1:], embedding), features)
         places = torch.arange(joined.shape[1], device=tokens.device)
         context = (self._heads(attention.k_proj, joined, places), self._heads(attention.v_proj, joined, None))
         rows = torch.arange(len(tokens), device=tokens.device)[:, None]
         current, x = features[rows, anchors], joined[rows, anchors]
         own_keys: list[torch.Tensor] = []
         own_values: list[torch.Tensor] = []
+        last_key = last_value = None
+        if last_entry is not None:
+            last_key, last_value = attention.k_proj(last_entry), self._heads(attention.v_proj, last_entry, None)
         following = tokens[rows, anchors + 1]
         for step in range(num_steps):
             if step:
-                x = self._join(F.embedding(following, embedding), current)
+                x = self.join(F.embedding(following, embedding), current)
                 own_keys.append(self._heads(attention.k_proj, x, anchors + step))
                 own_values.append(self._heads(attention.v_proj, x, None))
             query = self._heads(attention.q_proj, x, anchors + step)[:, :, None]
-            own = (torch.stack(own_keys, 2), torch.stack(own_values, 2)) if step else None
+            keys, values = list(own_keys), list(own_values)
+            if last_key is not None:
+                keys.append(rotate(last_key.unflatten(-1, (-1, self.dim)), anchors + step + 1, self.theta))
+                values.append(last_value)
+            own = (torch.stack(keys, 2), torch.stack(values, 2)) if keys else None
             seen = draft_attention(query, context, anchors + 1, own)[:, :, 0]
             current = current + attention.o_proj(seen)
             current = current + layer.mlp(layer.post_attention_layernorm(current))
@@ -148,21 +160,44 @@ def eagle3_loss(
     # The first draft starts when the first response token is known: its entry stands one position earlier.
     anchors, real = sample_anchors(batch, -1, config.anchors_per_row, generator)
     teacher = target.teach(states, batch, config.teacher_temperature, model.kept)
-    known = torch.isin(teacher.top, model.kept)
-    rows = torch.arange(len(anchors), device=anchors.device)[:, None]
-    total, weight, hits = torch.zeros((), device=anchors.device), 0.0, []
     with torch.autocast(anchors.device.type, dtype=torch.bfloat16, enabled=config.bfloat16):
         steps = model.unroll(states, batch.tokens, target.embedding, anchors, config.num_steps)
-        for step, logits in enumerate(steps):
-            source = (anchors + 1 + step).clamp(max=batch.tokens.shape[1] - 1)
-            places = teacher.index[rows, source]
-            valid = real & (anchors + 2 + step < batch.ends[:, None]) & known[places]
-            places, logits = places[valid], logits[valid].float()
-            loss = F.cross_entropy(logits, teacher.probs[places], reduction="sum")
-            total = total + config.step_decay**step * loss / valid.sum().clamp(min=1)
-            weight += config.step_decay**step
-            hit = model.kept[logits.detach().argmax(-1)] == teacher.top[places]
-            hits.append(hit.float().mean().item() if len(hit) else 0.0)
+        return unrolled_loss(steps, model.kept, teacher, batch, (anchors, real), config.step_decay)
+
+
+def unrolled_loss(
+    steps: Iterator[torch.Tensor],
+    kept: torch.Tensor,
+    teacher: Teacher,
+    batch: Batch,
+    drafts: tuple[torch.Tensor, torch.Tensor],
+    step_decay: float,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The mean loss of all steps of the drafts, step s weighing ``step_decay ** s``, and how often they are right.
+
+    Args:
+        steps: of :meth:`Eagle3Drafter.unroll`, logits [B, A, draft vocabulary].
+        kept: int64 [draft vocabulary], the target's ids of the drafter's tokens.
+        teacher: over ``kept``.
+        drafts: the anchors, int64 [B, A], and which of them are real, bool [B, A].
+
+    Returns:
+        The loss in nats a token, and the shares of right first and last drafts.
+    """
+    anchors, real = drafts
+    known = torch.isin(teacher.top, kept)
+    rows = torch.arange(len(anchors), device=anchors.device)[:, None]
+    total, weight, hits = torch.zeros((), device=anchors.device), 0.0, []
+    for step, logits in enumerate(steps):
+        source = (anchors + 1 + step).clamp(max=batch.tokens.shape[1] - 1)
+        places = teacher.index[rows, source]
+        valid = real & (anchors + 2 + step < batch.ends[:, None]) & known[places]
+        places, logits = places[valid], logits[valid].float()
+        loss = F.cross_entropy(logits, teacher.probs[places], reduction="sum")
+        total = total + step_decay**step * loss / valid.sum().clamp(min=1)
+        weight += step_decay**step
+        hit = kept[logits.detach().argmax(-1)] == teacher.top[places]
+        hits.append(hit.float().mean().item() if len(hit) else 0.0)
     return total / weight, {"hit_1": hits[0], f"hit_{len(hits)}": hits[-1]}
 
 
@@ -237,18 +272,26 @@ def train_eagle3(
 
     Returns:
         The held-out acceptance at the end, also in ``out/acceptance.json`` (empty without ``dev-*`` shards).
+
+    Raises:
+        ValueError: one sentence that names the option and the fix.
     """
     place = choose_device(device)
-    causal_lm, _ = load_target(target_folder, torch.float32, place)
-    settings = causal_lm.config
+    settings = target_settings(target_folder)
+    start = read_start(Path(config.start), settings) if config.start else None
+    if start is not None:
+        config = replace(config, intermediate_size=start.intermediate_size, draft_vocab_size=len(start.kept))
     if not 0 < config.draft_vocab_size <= settings.vocab_size:
         raise ValueError(f"--draft-vocab {config.draft_vocab_size} must lie within 1..{settings.vocab_size}")
-    target = FrozenTarget(causal_lm, default_target_layers(settings.num_hidden_layers), config.bfloat16)
     rows = read_generations(data, "train", settings.vocab_size)
-    kept, _ = draft_vocabulary(rows, config.draft_vocab_size, settings.vocab_size)
+    causal_lm, _ = load_target(target_folder, torch.float32, place)
+    target = FrozenTarget(causal_lm, default_target_layers(settings.num_hidden_layers), config.bfloat16)
+    kept = draft_vocabulary(rows, config.draft_vocab_size, settings.vocab_size)[0] if start is None else start.kept
     model = Eagle3Drafter(config, settings, kept, loop.seed).to(place)
     with torch.no_grad():
         model.lm_head.weight.copy_(target.head[model.kept])
+    if start is not None:
+        load_start(model, start)
 
     return run_training(
         "eagle3",

@@ -2,11 +2,11 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from vllm_crossspec.training.generations import Batch
 
@@ -33,6 +33,12 @@ def check_target(folder: Path) -> None:
         raise ValueError(f"--target {folder} has no config.json; give a Hugging Face model folder")
     if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
         raise ValueError(f"--target {folder} has no weights (*.safetensors); give a Hugging Face model folder")
+
+
+def target_settings(folder: Path) -> Any:
+    """The configuration of a Hugging Face folder, without its weights; raises as :func:`check_target` does."""
+    check_target(folder)
+    return AutoConfig.from_pretrained(folder)
 
 
 def load_target(
@@ -85,13 +91,27 @@ class FrozenTarget:
         self.embedding = model.get_input_embeddings().weight.detach().float()
         self.head = model.get_output_embeddings().weight.detach().float()
 
+    @property
+    def reads_block_masks(self) -> bool:
+        """Whether the model's attention is FlexAttention, which takes its masks as blocks."""
+        return bool(self.model.config._attn_implementation == "flex_attention")
+
     @torch.no_grad()
     def states(self, tokens: torch.Tensor) -> States:
         """Run the target over right-padded ``tokens`` int64 [B, T]; causal attention needs no padding mask."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
             out = self.model.model(input_ids=tokens, use_cache=False, output_hidden_states=True)
-        taps = torch.cat([out.hidden_states[i] for i in self.tap_layers], dim=-1)
-        return States(taps, out.last_hidden_state)
+        return self._states(out)
+
+    @torch.no_grad()
+    def states_and_cache(self, tokens: torch.Tensor) -> tuple[States, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """As :meth:`states`, and the keys and values [B, heads, T, head size] of every layer."""
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
+            out = self.model.model(input_ids=tokens, use_cache=True, output_hidden_states=True)
+        return self._states(out), [(layer.keys, layer.values) for layer in out.past_key_values.layers]
+
+    def _states(self, out: Any) -> States:
+        return States(torch.cat([out.hidden_states[i] for i in self.tap_layers], dim=-1), out.last_hidden_state)
 
     @torch.no_grad()
     def teach(self, states: States, batch: Batch, temperature: float, kept: torch.Tensor | None = None) -> Teacher:

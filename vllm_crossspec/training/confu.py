@@ -1,0 +1,398 @@
+"""ConFu for a frozen target: soft prompts, contemplate tokens and a drafter that sees the future (Qin et al. 2026).
+
+What inference does, and training therefore too. A *contemplate token* stands behind position p in the target, sees
+the soft prompts, everything up to p and itself, and is seen by nobody; the state that it leaves behind the target's
+last layer is the future f of p. The drafter is EAGLE-3's (``training.eagle3``); a draft that begins at p keeps one
+entry more, (future embedding, f), always at the place after its last token, so that every step sees it. Both
+embeddings are mixtures of experts: the contemplate token's is gated by the target's concatenated states, the future's
+by the drafter's own (section 3.2).
+
+The paper inserts contemplate tokens into the training sequence. Nothing but themselves sees them, so here the frozen
+target first runs over the text without gradients, and then over the contemplate tokens alone, whose attention reads
+the soft prompts and the keys and values of the first pass: the same numbers, at the cost of the anchors only.
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import DynamicCache
+
+from vllm_crossspec.adaptive.calibration import Identity, identify
+from vllm_crossspec.devices import choose_device
+from vllm_crossspec.drafters.confu.checkpoint import ARCHITECTURE, MODEL_TYPE
+from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
+from vllm_crossspec.training import eagle3
+from vllm_crossspec.training.acceptance import measure
+from vllm_crossspec.training.blocks import write_drafter
+from vllm_crossspec.training.drafter_run import run_training
+from vllm_crossspec.training.eagle3 import Eagle3Config, Eagle3Drafter, unrolled_loss
+from vllm_crossspec.training.generations import Batch, Generation, read_generations, sample_anchors
+from vllm_crossspec.training.loop import LoopConfig
+from vllm_crossspec.training.start import load_start, read_start
+from vllm_crossspec.training.states import FrozenTarget, States, load_target, target_settings
+
+Cache = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConfuConfig(Eagle3Config):
+    """EAGLE-3's recipe, and what is added to it; the shape of the layer is the checkpoint's that training starts from.
+
+    Attributes:
+        num_soft_prompts: s, learned keys and values in every layer of the target.
+        num_experts: n, embeddings of each mixture; 1 is the paper's ablation without a mixture.
+        top_experts: K of them are mixed.
+        anchors_per_row: K_train, contemplate tokens of one response in one optimizer step (section 3.3).
+        replicas: l, places after an anchor that draft with the anchor's future, too; 0 is the ablation without.
+        max_lag: an anchor's contemplate token is gated by the state 1 to ``max_lag + 1`` positions before it: in a
+            round the gate is the last accepted token's, and the anchor lies somewhere on the tree behind it.
+        no_future: share of the anchors that draft without a future, as the first round after a prompt does.
+    """
+
+    num_soft_prompts: int = 16
+    num_experts: int = 8
+    top_experts: int = 2
+    anchors_per_row: int = 12
+    replicas: int = 3
+    max_lag: int = 7
+    no_future: float = 0.1
+
+
+class Mixture(nn.Module):
+    """An embedding mixed from the best of some experts (section 3.2), in float32.
+
+    The states are normed before they are routed: a residual stream has no scale that a softmax could rely on.
+
+    Args:
+        width: of the states that choose.
+        hidden: H, of the embeddings.
+        num_experts: n.
+        top: K of them are mixed; their weights are normalised to sum to 1.
+    """
+
+    def __init__(self, width: int, hidden: int, num_experts: int, top: int):
+        super().__init__()
+        self.router = nn.Parameter(torch.zeros(num_experts, width))
+        self.experts = nn.Parameter(torch.zeros(num_experts, hidden))
+        self.top = min(top, num_experts)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        """Embeddings [..., H] by states [..., width]."""
+        with torch.autocast(states.device.type, enabled=False):
+            states = F.rms_norm(states.float(), states.shape[-1:])
+            best = (states @ self.router.T).softmax(-1).topk(self.top, dim=-1)
+            weights = best.values / best.values.sum(-1, keepdim=True)
+            return (weights[..., None] * self.experts[best.indices]).sum(-2)
+
+
+class SoftPrompts(nn.Module):
+    """Learned keys (as after rotation) and values of every layer of the target: [layers, k, s, D] each."""
+
+    def __init__(self, layers: int, kv_heads: int, num_prompts: int, dim: int):
+        super().__init__()
+        self.keys = nn.Parameter(torch.zeros(layers, kv_heads, num_prompts, dim))
+        self.values = nn.Parameter(torch.zeros(layers, kv_heads, num_prompts, dim))
+
+
+class ConfuDrafter(Eagle3Drafter):
+    """EAGLE-3's drafter with what makes futures and what reads them.
+
+    Args:
+        target: configuration of the target (transformers).
+        kept: int64 [draft vocabulary], the target's ids of the drafter's tokens, rising.
+    """
+
+    def __init__(self, config: ConfuConfig, target: Any, kept: torch.Tensor, seed: int):
+        super().__init__(config, target, kept, seed)
+        hidden, experts = target.hidden_size, (config.num_experts, config.top_experts)
+        self.soft_prompts = SoftPrompts(target.num_hidden_layers, self.kv_heads, config.num_soft_prompts, self.dim)
+        self.contemplate_embed = Mixture(3 * hidden, hidden, *experts)
+        self.future_embed = Mixture(hidden, hidden, *experts)
+        self.no_future_embed = nn.Parameter(torch.zeros(hidden))
+
+    @torch.no_grad()
+    def set_up(self, target: FrozenTarget, tokens: torch.Tensor, seed: int) -> None:
+        """Start the new parts from what the target knows: keys, values and embeddings of a text of its own.
+
+        Args:
+            tokens: int64 [at least s]; the text's own keys and values become the soft prompts.
+        """
+        generator = torch.Generator().manual_seed(seed + 7)
+        num_prompts = self.soft_prompts.keys.shape[2]
+        _, cache = target.states_and_cache(tokens[None, :num_prompts])
+        for layer, (keys, values) in enumerate(cache):
+            self.soft_prompts.keys[layer], self.soft_prompts.values[layer] = keys[0], values[0]
+        mean, spread = target.embedding.mean(0), target.embedding.std(0)
+        for mixture in (self.contemplate_embed, self.future_embed):
+            noise = torch.randn(mixture.experts.shape, generator=generator).to(mean.device)
+            mixture.experts.copy_(mean + 0.5 * spread * noise)
+            router = torch.randn(mixture.router.shape, generator=generator) * mixture.router.shape[1] ** -0.5
+            mixture.router.copy_(router)
+
+    def futures(self, target: FrozenTarget, cache: Cache, gates: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        """What the target's last layer makes of a contemplate token behind each anchor.
+
+        Args:
+            cache: keys and values [B, k, T, D] of every layer over the text.
+            gates: [B, A, 3 H] concatenated states that choose the experts.
+            anchors: int64 [B, A].
+
+        Returns:
+            [B, A, H], normed as the target's own final states.
+        """
+        prompts, num_rows = self.soft_prompts, len(anchors)
+        layers = []
+        for layer, (keys, values) in enumerate(cache):
+            soft = (prompts.keys[layer], prompts.values[layer])
+            keys, values = (
+                torch.cat([p.to(x.dtype).expand(num_rows, -1, -1, -1), x], dim=2)
+                for p, x in zip(soft, (keys, values), strict=True)
+            )
+            layers.append((keys, values))
+        num_prompts, num_tokens = prompts.keys.shape[2], cache[0][0].shape[2]
+        out = target.model.model(
+            inputs_embeds=self.contemplate_embed(gates),
+            position_ids=anchors + 1,
+            attention_mask=contemplation_mask(anchors, num_prompts, num_tokens, as_blocks=target.reads_block_masks),
+            past_key_values=DynamicCache(layers),
+            use_cache=True,
+        )
+        return out.last_hidden_state
+
+    def future_entries(self, states: States, futures: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        """The entries [B, A, 2 H] that drafts at ``anchors`` keep last, for their futures [B, A, H]."""
+        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
+        return self.join(self.future_embed(self.fc(states.taps[rows, anchors])), futures)
+
+
+def contemplation_mask(anchors: torch.Tensor, num_prompts: int, num_tokens: int, *, as_blocks: bool) -> Any:
+    """Which keys each contemplate token sees: the soft prompts, the text up to its anchor, itself (section 3.1).
+
+    Args:
+        anchors: int64 [B, A].
+        num_prompts: s, keys before the text.
+        num_tokens: T, keys of the text; the A contemplate tokens' own follow.
+        as_blocks: for FlexAttention, whose kernels skip blocks that nobody sees.
+
+    Returns:
+        What transformers takes as ``attention_mask``: a block mask, or bools [B, 1, A, s + T + A].
+    """
+    rows, count = anchors.shape
+
+    def sees(b: torch.Tensor, h: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        behind = k - num_prompts
+        return torch.where(behind < num_tokens, behind <= anchors[b, q], behind - num_tokens == q)
+
+    num_keys = num_prompts + num_tokens + count
+    if as_blocks:
+        return create_block_mask(sees, rows, None, count, num_keys, device=anchors.device)
+    every_b, every_q, every_k = (torch.arange(n, device=anchors.device) for n in (rows, count, num_keys))
+    no_head = torch.zeros((), dtype=torch.int64, device=anchors.device)
+    return sees(every_b[:, None, None], no_head, every_q[:, None], every_k)[:, None]
+
+
+def replicate(
+    anchors: torch.Tensor, real: torch.Tensor, batch: Batch, replicas: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places that draft with each anchor's future: its own, and the ``replicas`` after it (equation 3).
+
+    A place that is an anchor of its own is left to its own future, and so is one that no token follows.
+
+    Args:
+        anchors: int64 [B, A] and real: bool [B, A], as of ``sample_anchors``.
+
+    Returns:
+        (int64 [B, A * (replicas + 1)] places, clamped into the batch, anchor by anchor; bool, which of them count).
+    """
+    offsets = torch.arange(replicas + 1, device=anchors.device)
+    places = anchors[..., None] + offsets
+    is_free = (offsets == 0) | (places[..., None] != anchors[:, None, None]).all(-1)
+    counts = real[..., None] & is_free & (places + 1 < batch.ends[:, None, None])
+    return places.clamp(max=batch.tokens.shape[1] - 2).flatten(1), counts.flatten(1)
+
+
+def confu_loss(
+    model: ConfuDrafter, target: FrozenTarget, batch: Batch, config: ConfuConfig, generator: torch.Generator
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Cross-entropy with the target at every unrolled step of every anchor and of its replicas (equation 3).
+
+    It differs from the paper's KL divergence by what no gradient sees, the target's own entropy.
+    """
+    states, cache = target.states_and_cache(batch.tokens)
+    anchors, real = sample_anchors(batch, -1, config.anchors_per_row, generator)
+    lag = torch.randint(1, config.max_lag + 2, anchors.shape, generator=generator).to(anchors.device)
+    has_future = (torch.rand(anchors.shape, generator=generator) >= config.no_future).to(anchors.device)
+    rows = torch.arange(len(anchors), device=anchors.device)[:, None]
+    teacher = target.teach(states, batch, config.teacher_temperature, model.kept)
+    with torch.autocast(anchors.device.type, dtype=torch.bfloat16, enabled=config.bfloat16):
+        futures = model.futures(target, cache, states.taps[rows, (anchors - lag).clamp(min=0)], anchors)
+        futures = torch.where(has_future[..., None], futures, model.no_future_embed.to(futures.dtype))
+        places, real = replicate(anchors, real, batch, config.replicas)
+        entries = model.future_entries(states, futures.repeat_interleave(config.replicas + 1, dim=1), places)
+        steps = model.unroll(states, batch.tokens, target.embedding, places, config.num_steps, last_entry=entries)
+        return unrolled_loss(steps, model.kept, teacher, batch, (places, real), config.step_decay)
+
+
+# -- the checkpoint -------------------------------------------------------------------------------------------
+
+
+def checkpoint(
+    model: ConfuDrafter, config: ConfuConfig, target: Any, identity: Identity
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Configuration in the style of the ``speculators`` library, and tensors (docs/confu.md has the format).
+
+    Args:
+        identity: what the target is known by; its soft prompts mean nothing to another one.
+    """
+    layer, tensors = eagle3.checkpoint(model, config, target)
+    layer = {k: v for k, v in layer.items() if k not in ("architectures", "draft_vocab_size", "torch_dtype")}
+    tensors = {name.replace("midlayer.", "layers.0."): x for name, x in tensors.items()}
+    settings = {
+        "architectures": [ARCHITECTURE],
+        "speculators_model_type": MODEL_TYPE,
+        "draft_vocab_size": len(model.kept),
+        "target_hidden_size": target.hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(default_target_layers(target.num_hidden_layers)),
+        "norm_before_residual": False,
+        "num_soft_prompts": config.num_soft_prompts,
+        "num_experts": config.num_experts,
+        "top_experts": config.top_experts,
+        "target": {
+            **identity._asdict(),
+            "num_hidden_layers": target.num_hidden_layers,
+            "num_key_value_heads": target.num_key_value_heads,
+            "head_dim": model.dim,
+        },
+        "speculators_config": {
+            "algorithm": MODEL_TYPE,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": config.num_steps}],
+            "verifier": {"architectures": target.architectures, "name_or_path": identity.name},
+        },
+        "torch_dtype": "bfloat16",
+        "transformer_layer_config": layer,
+    }
+    return settings, tensors
+
+
+def offline_acceptance(
+    model: ConfuDrafter, target: FrozenTarget, rows: list[Generation], config: ConfuConfig
+) -> dict[str, float]:
+    """Held-out acceptance of greedy chains of ``config.num_steps`` tokens; see :func:`acceptance.measure`.
+
+    Every contemplate token is gated by the state half a chain before it.
+    """
+    model.eval()
+
+    def draft(batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
+        tokens, entries = batch.tokens.to(target.device), anchors.to(target.device) - 1
+        states, cache = target.states_and_cache(tokens)
+        numbers = torch.arange(len(tokens), device=target.device)[:, None]
+        with torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=config.bfloat16):
+            gates = states.taps[numbers, (entries - (1 + config.max_lag) // 2).clamp(min=0)]
+            futures = model.futures(target, cache, gates, entries)
+            last = model.future_entries(states, futures, entries)
+            steps = model.unroll(
+                states, tokens, target.embedding, entries, config.num_steps, own_tokens=True, last_entry=last
+            )
+            return torch.stack([model.kept[logits.argmax(-1)] for logits in steps], dim=-1).cpu()
+
+    return measure(rows, draft, config.num_steps)
+
+
+# -- a run ----------------------------------------------------------------------------------------------------
+
+
+def check_sizes(config: ConfuConfig) -> None:
+    """Refuse sizes of which no ConFu drafter can be made.
+
+    Raises:
+        ValueError: one sentence that names the option of ``crossspec train confu``.
+    """
+    for option, value, least in (
+        ("--soft-prompts", config.num_soft_prompts, 1),
+        ("--experts", config.num_experts, 1),
+        ("--top-experts", config.top_experts, 1),
+        ("--anchors", config.anchors_per_row, 1),
+        ("--replicas", config.replicas, 0),
+        ("--max-lag", config.max_lag, 0),
+    ):
+        if value < least:
+            raise ValueError(f"{option} {value} must be {least} or more")
+    if config.top_experts > config.num_experts:
+        raise ValueError(
+            f"--top-experts {config.top_experts} must be at most --experts {config.num_experts}, of which they are "
+            "chosen"
+        )
+    if not 0 <= config.no_future <= 1:
+        raise ValueError(f"--no-future {config.no_future} is a share; it must lie within 0..1")
+
+
+def _check_attends_to_all(target: Any) -> None:
+    """A sliding window would end before the soft prompts, and keeps no keys and values of the whole text."""
+    kinds = getattr(target, "layer_types", None) or ["full_attention"]
+    other = sorted(set(kinds) - {"full_attention"})
+    if other or (not getattr(target, "layer_types", None) and getattr(target, "sliding_window", None)):
+        found = other[0] if other else "sliding_attention"
+        raise ValueError(f"--target has layers of {found}; contemplate tokens need full attention in every layer")
+
+
+def train_confu(
+    data: Path, target_folder: Path, out: Path, config: ConfuConfig, loop: LoopConfig, device: str = "cpu"
+) -> dict[str, float]:
+    """Train on the generations in ``data`` and write the drafter to ``out/model``; resumes from ``out/state.pt``.
+
+    Args:
+        config: its ``start`` is the EAGLE-3 drafter that training goes on from (section 4).
+        device: ``cpu``, ``cuda`` or ``auto``; not part of what the run is, so that it may go on elsewhere.
+
+    Returns:
+        The held-out acceptance at the end, also in ``out/acceptance.json`` (empty without ``dev-*`` shards).
+
+    Raises:
+        ValueError: one sentence that names the option and the fix.
+    """
+    place = choose_device(device)
+    check_sizes(config)
+    settings = target_settings(target_folder)
+    _check_attends_to_all(settings)
+    if not config.start:
+        raise ValueError("--start is missing; give an EAGLE-3 drafter that `crossspec train eagle3` made")
+    start = read_start(Path(config.start), settings)
+    config = replace(config, intermediate_size=start.intermediate_size, draft_vocab_size=len(start.kept))
+    rows = read_generations(data, "train", settings.vocab_size)
+    text = torch.tensor(rows[0].prompt_ids + rows[0].response_ids, device=place)
+    if len(text) < config.num_soft_prompts:
+        raise ValueError(
+            f"--soft-prompts {config.num_soft_prompts} begin as the first text of --data, which has {len(text)} "
+            f"tokens; give at most so many"
+        )
+    identity = identify(str(target_folder.resolve()), "--target")
+    causal_lm, _ = load_target(target_folder, torch.float32, place)
+    if place.type == "cuda":
+        causal_lm.set_attn_implementation("flex_attention")
+    target = FrozenTarget(causal_lm, default_target_layers(settings.num_hidden_layers), config.bfloat16)
+    model = ConfuDrafter(config, settings, start.kept, loop.seed).to(place)
+    load_start(model, start)
+    model.set_up(target, text, loop.seed)
+
+    return run_training(
+        "confu",
+        model,
+        rows=rows,
+        data=data,
+        target_folder=target_folder,
+        vocab_size=settings.vocab_size,
+        out=out,
+        config=config,
+        loop=loop,
+        place=place,
+        loss=lambda batch, generator: confu_loss(model, target, batch, config, generator),
+        write=lambda: write_drafter(out / "model", *checkpoint(model, config, settings, identity)),
+        acceptance=lambda rows: offline_acceptance(model, target, rows, config),
+    )
