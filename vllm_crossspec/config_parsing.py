@@ -105,7 +105,7 @@ def _check_contemplation(config: CrossSpecConfig) -> None:
         )
     if names and config.verification != "match":
         raise ValueError(
-            "speculative_config.verification 'rejection' would sample contemplate rows; leave it out for a confu drafter"
+            "speculative_config.verification 'rejection' knows no contemplate rows; leave it out for a confu drafter"
         )
 
 

@@ -17,6 +17,7 @@ from vllm_crossspec.drafters.checkpoint import check_drafter
 from vllm_crossspec.drafters.draft_model.checkpoint import check_follows
 from vllm_crossspec.engine.checks import (
     check_calibrations,
+    check_contemplation,
     check_ngram_stores,
     check_router_settings,
     check_target,
@@ -103,6 +104,7 @@ def build(engine_args: Any, target_model_config: Any, target_parallel_config: An
     settings = resolve(settings, target, has_weights=engine_args.load_format != "dummy")
     check_ngram_stores(settings, target, target_model_config)
     check_calibrations(settings, target_model_config)
+    check_contemplation(settings, target_model_config)
     settings = resolve_extensions(settings)
     settings = resolve_schedules(settings, can_measure=can_measure(target_parallel_config))
     check_target(settings, target_model_config)

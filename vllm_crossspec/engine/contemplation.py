@@ -37,7 +37,10 @@ def num_soft_prompts(speculator: Any) -> int:
 
 
 def contemplate_for(runner: Any) -> "Contemplation":
-    """Have the target of ``runner`` contemplate for the drafter that wants it; both are loaded."""
+    """Have the target of ``runner`` contemplate for the drafter that wants it; both are loaded.
+
+    From then on the runner must ask for embeddings (``uses_inputs_embeds``).
+    """
     host, settings = runner.speculator, runner.settings
     name = next(n for n, d in settings.drafters.items() if drafter_kind(d.kind, "").contemplates)
     proposer = host.proposers[name]
@@ -133,7 +136,6 @@ class Contemplation:
         model_state.prepare_inputs_embeds = prepare_inputs_embeds
         model_state.prepare_dummy_inputs = prepare_dummy_inputs
         model_state.dummy_inputs_embeds = lambda num_tokens: self.inputs_embeds[:num_tokens]
-        runner.uses_inputs_embeds = True
 
     def _place_soft_prompts(self, layers: dict[str, Any]) -> int:
         """Each target layer's own heads of its soft prompts; bytes of them all."""

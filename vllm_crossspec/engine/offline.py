@@ -107,6 +107,8 @@ def _device_rows(llm: Any) -> int | None:
     stats = llm.collective_rpc("crossspec_stats")[0]
     if stats is None:
         return None
+    from vllm_crossspec.engine.bridge import settings_of
+
     settings = settings_of(llm.llm_engine.vllm_config)
     rows = 2 if settings is not None and settings.contemplates else 1
     return sum(rows * (s["drafts"] + s["draft_tokens"]) for s in stats.values())

@@ -129,6 +129,7 @@ class MatchRunner:
             self._keep_logits()
         if self.settings.contemplates:
             self.contemplation = contemplate_for(self)
+            self.uses_inputs_embeds = True
 
     def _keep_logits(self) -> None:
         """Hold the step's logits for the router, which reads them when it is known which rows were accepted."""

@@ -474,6 +474,42 @@ TOUCH_POINTS = (
         "called: the steps that are timed; its step_timing and decode_query_len are exchanged meanwhile",
     ),
     TouchPoint(
+        f"{_GPU}.model_runner",
+        "GPUModelRunner.prepare_inputs",
+        "self scheduler_output batch_req_state batch_desc num_active_loras",
+        "overridden: contemplate rows get no logits",
+    ),
+    TouchPoint(
+        f"{_GPU}.model_states.default",
+        "DefaultModelState.prepare_inputs_embeds",
+        "self scheduled_encoder_inputs input_batch req_states",
+        "stood in for on the instance: embeddings of contemplate rows (``uses_inputs_embeds`` asks for it)",
+    ),
+    TouchPoint(
+        f"{_GPU}.model_states.default",
+        "DefaultModelState.prepare_dummy_inputs",
+        "self num_reqs num_tokens",
+        "stood in for on the instance: CUDA graphs read the same embeddings",
+    ),
+    TouchPoint(
+        f"{_GPU}.structured_outputs",
+        "_build_grammar_mapping",
+        "req_ids grammar_req_ids cu_num_logits_np num_draft_tokens_per_req num_bonus_tokens mask_stride",
+        "relied on: a grammar has one mask for each of a request's drafts and the root",
+    ),
+    TouchPoint(
+        "vllm.transformers_utils.configs.speculators.algos",
+        "register_speculator",
+        "name",
+        "called: vLLM reads ConFu's config.json as it reads the speculators library's",
+    ),
+    TouchPoint(
+        "vllm.model_executor.models.llama_eagle3",
+        "Eagle3LlamaForCausalLM.forward",
+        "self input_ids positions hidden_states inputs_embeds",
+        "overridden: ConFu's drafter reads embeddings",
+    ),
+    TouchPoint(
         f"{_GPU}.input_batch",
         "InputBatch.make_dummy",
         "num_reqs num_tokens input_buffers max_query_len is_padding",

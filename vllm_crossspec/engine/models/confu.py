@@ -12,7 +12,7 @@ OWN_PARTS = ("soft_prompts.", "contemplate_embed.", "future_embed.", "no_future_
 
 
 class SoftPrompts(nn.Module):
-    """Keys, as after rotation, and values that contemplate rows see in every target layer: [layers, Hkv, s, Dh] each."""
+    """Keys, as after rotation, and values for contemplate rows in every target layer: [layers, Hkv, s, Dh] each."""
 
     def __init__(self, shape: tuple[int, ...]):
         super().__init__()
