@@ -23,11 +23,20 @@ class Shape(NamedTuple):
 
 
 class Request(NamedTuple):
-    """One request: dense tokens before its query rows, and the parents of its drafts (None: a chunk of a prompt)."""
+    """One request: dense tokens before its query rows, and the parents of its drafts (None: a chunk of a prompt).
+
+    The second half of the rows of one that ``contemplates`` sees the soft prompts.
+    """
 
     prefix: int
     rows: int
     parents: list[int] | None
+    contemplates: bool = False
+
+    @property
+    def ordinary(self) -> int:
+        """Rows that are no contemplate rows."""
+        return self.rows // 2 if self.contemplates else self.rows
 
 
 class Batch(NamedTuple):
@@ -42,6 +51,7 @@ class Batch(NamedTuple):
     query_start_loc: torch.Tensor  # int32 [R + 1]
     seq_lens: torch.Tensor  # int32 [R]
     tail: TargetTail
+    soft: torch.Tensor | None = None  # [2, Hkv, s, Dh]
 
     def common(self, causal: Any = True) -> Any:
         """What the metadata builders read of vLLM's common metadata."""
@@ -71,6 +81,12 @@ def verification(rng: random.Random, prefix: int, num_nodes: int) -> Request:
     return Request(prefix, num_nodes + 1, random_parents(rng, num_nodes))
 
 
+def contemplating(request: Request) -> Request:
+    """The same tree with a contemplate row behind each of its rows: to the masks, children that come last."""
+    assert request.parents is not None
+    return Request(request.prefix, 2 * request.rows, request.parents + list(range(request.rows)), True)
+
+
 def sees(request: Request, row: int, key: int) -> bool:
     """Whether a query row sees a token, straight from the definition."""
     if key < request.prefix:
@@ -87,7 +103,9 @@ def visible(request: Request) -> torch.Tensor:
     return torch.tensor([[sees(request, row, key) for key in range(tokens)] for row in range(request.rows)])
 
 
-def make_batch(shape: Shape, requests: list[Request], seed: int, num_words: int | None = None) -> Batch:
+def make_batch(
+    shape: Shape, requests: list[Request], seed: int, num_words: int | None = None, num_soft: int = 0
+) -> Batch:
     """Random numbers for these requests; those with trees come first."""
     generator = torch.Generator().manual_seed(seed)
     num_split = sum(r.parents is not None for r in requests)
@@ -109,10 +127,12 @@ def make_batch(shape: Shape, requests: list[Request], seed: int, num_words: int 
     longest = max([r.rows for r in requests[:num_split]], default=1)
     num_words = num_words or -(-longest // 32)
     # Whatever the rows of prompts hold is not to be read.
-    row_mask = torch.full((query.shape[0], num_words), -7777, dtype=torch.int32)
+    all_words = num_words + -(-num_soft // 32)
+    row_mask = torch.full((query.shape[0], all_words), -7777, dtype=torch.int32)
     for request, start in zip(requests[:num_split], starts.tolist(), strict=False):
-        bits = torch.zeros(request.rows, 32 * num_words, dtype=torch.bool)
+        bits = torch.zeros(request.rows, 32 * all_words, dtype=torch.bool)
         bits[:, : request.rows] = visible(request)[:, request.prefix :]
+        bits[request.ordinary :, 32 * num_words : 32 * num_words + num_soft] = True
         row_mask[start : start + request.rows] = pack_bits(bits)
     lengths = torch.tensor([r.prefix + r.rows for r in requests], dtype=torch.int32)
     tail = TargetTail(
@@ -123,7 +143,40 @@ def make_batch(shape: Shape, requests: list[Request], seed: int, num_words: int 
         max_query_len=longest,
         everything=num_split == len(requests),
     )
-    return Batch(shape, requests, query, dense, cache, block_table, starts, lengths, tail)
+    soft = None
+    if num_soft:
+        soft = torch.randn(2, shape.kv_heads, num_soft, shape.head_size, generator=generator).to(shape.dtype)
+    return Batch(shape, requests, query, dense, cache, block_table, starts, lengths, tail, soft)
+
+
+def ordinary_rows(batch: Batch) -> torch.Tensor:
+    """int64 token rows of a batch that are no contemplate rows."""
+    starts = batch.query_start_loc.tolist()
+    return torch.cat([start + torch.arange(r.ordinary) for r, start in zip(batch.requests, starts, strict=False)])
+
+
+def without_contemplation(batch: Batch) -> Batch:
+    """The batch as it would be without its contemplate rows and soft prompts, in the same cache."""
+    requests = [
+        Request(r.prefix, r.ordinary, r.parents[: r.ordinary - 1] if r.contemplates and r.parents else r.parents)
+        for r in batch.requests
+    ]
+    rows, counts = ordinary_rows(batch), torch.tensor([r.rows for r in requests])
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).to(torch.int32)
+    longest = max(r.rows for r in requests[: batch.tail.num_reqs])
+    return batch._replace(
+        requests=requests,
+        query=batch.query[rows],
+        dense=[content[: r.prefix + r.rows] for r, content in zip(requests, batch.dense, strict=True)],
+        query_start_loc=starts,
+        seq_lens=torch.tensor([r.prefix + r.rows for r in requests], dtype=torch.int32),
+        tail=batch.tail._replace(
+            row_mask=batch.tail.row_mask[rows, : -(-longest // 32)].contiguous(),
+            num_tokens=int(starts[batch.tail.num_reqs]),
+            max_query_len=longest,
+        ),
+        soft=None,
+    )
 
 
 def masked_softmax(query: torch.Tensor, content: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
@@ -149,5 +202,9 @@ def expected(batch: Batch, scale: float, plain: bool = False) -> torch.Tensor:
     rows = []
     for request, content, start in zip(batch.requests, batch.dense, batch.query_start_loc.tolist(), strict=False):
         mask = visible(request._replace(parents=None) if plain else request)
+        if batch.soft is not None and not plain:
+            content = torch.cat([content, batch.soft.permute(2, 0, 1, 3)])
+            sees_soft = (torch.arange(request.rows) >= request.ordinary)[:, None]
+            mask = torch.cat([mask, sees_soft.expand(-1, batch.soft.shape[2])], dim=1)
         rows.append(masked_softmax(batch.query[start : start + request.rows], content, mask, scale))
     return torch.cat(rows)

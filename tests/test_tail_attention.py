@@ -8,7 +8,7 @@ from hopper import compile_in_subprocess
 from steps import DEVICE, KINDS, POISON, Step, int32, make_step, prepare
 
 from vllm_crossspec.verify import naive
-from vllm_crossspec.verify.tail_attention import DenseTail, PagedTail, tail_attention
+from vllm_crossspec.verify.tail_attention import DenseTail, PagedTail, soft_words, tail_attention
 
 
 class Attention(NamedTuple):
@@ -21,6 +21,7 @@ class Attention(NamedTuple):
     row_mask: torch.Tensor
     step: Step
     scale: float
+    soft: torch.Tensor | None
 
 
 def fenced(shape, dtype, generator):
@@ -30,10 +31,14 @@ def fenced(shape, dtype, generator):
     return buffer[1:-1]
 
 
-def make_attention(seed, num_nodes, head_size, group, block_size, dtype, prefix=None, kv_heads=2, kinds=tuple(KINDS)):
-    step = make_step(seed, num_nodes, min(num_nodes, 9), kinds, prefix=prefix)
+def make_attention(
+    seed, num_nodes, head_size, group, block_size, dtype, prefix=None, kv_heads=2, kinds=tuple(KINDS), num_soft=0
+):
+    """Contemplate rows are among the rows where there are soft prompts."""
+    contemplates = num_soft > 0
+    step = make_step(seed, num_nodes, min(num_nodes, 9), kinds, prefix=prefix, contemplates=contemplates)
     generator = torch.Generator().manual_seed(seed)
-    prepared = prepare(naive, step, min(num_nodes, 9))
+    prepared = prepare(naive, step, min(num_nodes, 9), contemplates=contemplates, num_soft=num_soft)
     num_reqs, num_rows = step.idx_mapping.shape[0], step.positions.shape[0]
     width = -(-int(step.seq_lens.max()) // block_size) + 1
     blocks = num_reqs * width
@@ -42,7 +47,8 @@ def make_attention(seed, num_nodes, head_size, group, block_size, dtype, prefix=
     cache = fenced((blocks, kv_heads, block_size, 2 * head_size), dtype, generator)
     if seed % 2:
         cache = fenced((blocks, block_size, kv_heads, 2 * head_size), dtype, generator).transpose(1, 2)
-    return Attention(query, cache, table, prepared["prefix_len"], prepared["row_mask"], step, head_size**-0.5)
+    soft = fenced((2, kv_heads, num_soft, head_size), dtype, generator) if num_soft else None
+    return Attention(query, cache, table, prepared["prefix_len"], prepared["row_mask"], step, head_size**-0.5, soft)
 
 
 def softmax_attention(query, keys, values, seen, scale):
@@ -67,11 +73,20 @@ def whole_and_prefix(case):
         position = torch.arange(end, device=DEVICE)
         blocks = case.block_table[request, position // case.cache.shape[2]].long()
         keys, values = case.cache[blocks, :, position % case.cache.shape[2]].chunk(2, -1)
+        num_words = case.row_mask.shape[1] - soft_words(0 if case.soft is None else case.soft.shape[2])
         seen = position[None] <= torch.arange(end - (last - first), end, device=DEVICE)[:, None]
         if start < end:
-            seen[:, start:] = naive.unpack_bits(case.row_mask[first:last])[:, : end - start]
+            seen[:, start:] = naive.unpack_bits(case.row_mask[first:last, :num_words])[:, : end - start]
         query = case.query[first:last]
-        whole[first:last], _ = softmax_attention(query, keys, values, seen, case.scale)
+        everything = (keys, values, seen)
+        if case.soft is not None and start < end:
+            prompts = naive.unpack_bits(case.row_mask[first:last, num_words:])[:, : case.soft.shape[2]]
+            soft_keys, soft_values = case.soft.transpose(1, 2)
+            everything = tuple(
+                torch.cat(pair, dim)
+                for pair, dim in (((keys, soft_keys), 0), ((values, soft_values), 0), ((seen, prompts), 1))
+            )
+        whole[first:last], _ = softmax_attention(query, *everything, case.scale)
         if start > 0:
             prefix[first:last], lse[:, first:last] = softmax_attention(
                 query, keys[:start], values[:start], seen[:, :start], case.scale
@@ -93,6 +108,7 @@ def attend(implementation, case, out, lse, **changes):
         "scale": case.scale,
         "num_reqs": case.step.idx_mapping.shape[0],
         "max_query_len": int(case.step.query_start_loc.diff().max()),
+        "soft": case.soft,
     }
     arguments |= changes
     implementation(**arguments)
@@ -133,6 +149,72 @@ def test_tail_completes_the_softmax(nodes, head_size, group, block_size, dtype, 
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(found[merged].double(), whole[merged], atol=tolerance, rtol=tolerance)
     torch.testing.assert_close(found[merged], twin[merged], atol=tolerance, rtol=tolerance)
+
+
+SOFT_CASES = [
+    # nodes, head size, group, block size, dtype, prefix, soft prompts
+    (1, 64, 1, 16, torch.float32, None, 16),
+    (7, 80, 2, 16, torch.float32, 0, 1),
+    (20, 128, 4, 16, torch.bfloat16, None, 16),
+    (40, 64, 2, 24, torch.float16, 0, 40),
+    (60, 64, 1, 16, torch.float32, 17, 70),
+    (60, 128, 2, 16, torch.bfloat16, None, 130),
+]
+
+
+@pytest.mark.parametrize(("nodes", "head_size", "group", "block_size", "dtype", "prefix", "num_soft"), SOFT_CASES)
+def test_soft_prompts_complete_the_softmax_of_contemplate_rows(
+    nodes, head_size, group, block_size, dtype, prefix, num_soft
+):
+    kinds = tuple(KINDS) if nodes < 30 else ("whole", "truncated", "placeholder", "plain")
+    seed = nodes + group
+    case = make_attention(seed, nodes, head_size, group, block_size, dtype, prefix, kinds=kinds, num_soft=num_soft)
+    whole, out, lse = whole_and_prefix(case)
+    twin, found = (attend(which, case, out, lse) for which in (naive.tail_attention, tail_attention))
+    merged = torch.isin(
+        torch.arange(found.shape[0], device=DEVICE), rows_of_tails(case.step, case.prefix_len, found.shape[0])
+    )
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(found[merged].double(), whole[merged], atol=tolerance, rtol=tolerance)
+    torch.testing.assert_close(found[merged], twin[merged], atol=tolerance, rtol=tolerance)
+    # Without the soft bits the contemplate rows are others, and only they.
+    num_words = case.row_mask.shape[1] - soft_words(num_soft)
+    blind = attend(tail_attention, case, out, lse, row_mask=case.row_mask[:, :num_words].contiguous(), soft=None)
+    changed = (found != blind).nan_to_num().flatten(1).any(1) & merged
+    sees_soft = (case.row_mask[: found.shape[0], num_words:] != 0).any(1) & merged
+    assert sees_soft.any() and torch.equal(changed, sees_soft)
+
+
+@pytest.mark.parametrize(("nodes", "group"), [(1, 4), (7, 1), (30, 4), (60, 1)])
+def test_ordinary_rows_are_the_same_bits_with_and_without_contemplate_rows(nodes, group):
+    """Float32: another launch without the contemplate rows and without soft prompts; all else is the same."""
+    case = make_attention(nodes, nodes, 64, group, 16, torch.float32, kinds=("whole", "small", "plain"), num_soft=16)
+    _, out, lse = whole_and_prefix(case)
+    step = case.step
+    rows = step.query_start_loc.diff()
+    counts = torch.where(rows > 1, rows // 2, rows)
+    starts = int32([0, *counts.cumsum(0).tolist()])
+    kept = torch.cat(
+        [
+            begin + torch.arange(count, device=DEVICE)
+            for begin, count in zip(step.query_start_loc.tolist(), counts.tolist(), strict=False)
+        ]
+    )
+    ordinary = case._replace(
+        query=case.query[kept],
+        row_mask=case.row_mask[kept, : nodes // 32 + 1].contiguous(),
+        step=step._replace(query_start_loc=starts, seq_lens=step.seq_lens - rows + counts),
+        soft=None,
+    )
+    alone = attend(tail_attention, ordinary, out[kept], lse[:, kept].contiguous())
+    together = attend(tail_attention, case, out, lse)
+    assert torch.equal(together[kept], alone)
+    # Let one ordinary row see the soft prompts: it is another, and only it.
+    request = int(rows.argmax())
+    mask = case.row_mask.clone()
+    mask[int(step.query_start_loc[request]) + 1, -1] = 0xFFFF
+    found = attend(tail_attention, case, out, lse, row_mask=mask)[kept]
+    assert (found != alone).flatten(1).any(1).nonzero().flatten().tolist() == [int(starts[request]) + 1]
 
 
 def rows_of_tails(step, prefix_len, num_rows):
@@ -236,11 +318,12 @@ compiled = hopper.compile_only()
 import torch
 import test_tail_attention as cases
 
-for nodes, head_size, group, block_size, dtype, prefix in cases.ATTENTION_CASES[2:6]:
-    case = cases.make_attention(0, nodes, head_size, group, block_size, dtype, prefix)
+batches = [*cases.ATTENTION_CASES[2:6], *cases.SOFT_CASES[2::3]]
+for nodes, head_size, group, block_size, dtype, prefix, *num_soft in batches:
+    case = cases.make_attention(0, nodes, head_size, group, block_size, dtype, prefix, num_soft=sum(num_soft))
     lse = torch.zeros(case.query.shape[1], case.query.shape[0])
     scratch = torch.zeros(case.step.idx_mapping.shape[0], 80, 2, 2, head_size, dtype=dtype)
-    for changes in ({}, {"tail": cases.DenseTail(scratch, cases.int32([5]))}):
+    for changes in ({}, {"tail": cases.DenseTail(scratch, cases.int32([5]))})[: 1 if num_soft else 2]:
         cases.attend(cases.tail_attention, case, case.query, lse, **changes)
 variants = compiled.pop("_tail_attention_kernel")
 assert not compiled and any("wgmma" in code["ptx"] for code in variants.values())

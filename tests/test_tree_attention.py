@@ -10,11 +10,14 @@ from attention_batches import (
     Batch,
     Request,
     Shape,
+    contemplating,
     expected,
     make_batch,
     masked_softmax,
+    ordinary_rows,
     random_parents,
     verification,
+    without_contemplation,
 )
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -155,12 +158,63 @@ def test_padding_of_a_graph_is_left_alone(two_passes):
     assert torch.equal(attend(batch, **padded), attend(batch))
 
 
+# -- contemplate rows -------------------------------------------------------------------------------------------------
+
+
+def contemplation(shape: Shape, num_soft: int, seed: int) -> Batch:
+    """Requests with contemplate rows beside some without and chunks of prompts."""
+    requests = mixed(seed)
+    return make_batch(
+        shape, [contemplating(r) for r in requests[:3]] + requests[3:], seed, num_words=None, num_soft=num_soft
+    )
+
+
+def softened(batch: Batch) -> SimpleNamespace:
+    """A layer of the target with the batch's soft prompts."""
+    return SimpleNamespace(is_draft_layer=False, soft_prompts=batch.soft)
+
+
+@pytest.mark.parametrize(("shape", "num_soft"), list(zip(SHAPES, [1, 40, 16, 16, 33], strict=True)), ids=str)
+def test_contemplate_rows_see_soft_prompts(shape, num_soft, two_passes):
+    batch = contemplation(shape, num_soft, seed=20)
+    out = attend(batch, softened(batch))
+    torch.testing.assert_close(out.double(), expected(batch, SCALE), atol=TOLERANCE[shape.dtype], rtol=0)
+    # The comparison can fail: without soft prompts contemplate rows, and they alone, are others.
+    words = batch.tail.row_mask.shape[1] - -(-num_soft // 32)
+    without = attend(batch, target_tail=batch.tail._replace(row_mask=batch.tail.row_mask[:, :words].contiguous()))
+    changed = ((out - without).abs().amax((1, 2)) > 10 * TOLERANCE[shape.dtype]).nonzero().flatten()
+    assert len(changed) and not torch.isin(changed, ordinary_rows(batch)).any()
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.dtype == torch.float32], ids=str)
+@pytest.mark.parametrize("num_nodes", [1, 8, 31, 60])
+def test_ordinary_rows_are_the_same_bits_with_and_without_contemplate_rows(shape, num_nodes):
+    rng = random.Random(num_nodes)
+    requests = [contemplating(verification(rng, prefix, num_nodes)) for prefix in (40, 97, 3)]
+    batch = make_batch(shape, [*requests, Request(45, 1, []), Request(64, 3, None)], seed=21, num_soft=16)
+    alone = without_contemplation(batch)
+    torch.testing.assert_close(attend(alone).double(), expected(alone, SCALE), atol=2e-6, rtol=0)
+    rows = ordinary_rows(batch)
+    assert torch.equal(attend(batch, softened(batch))[rows], attend(alone))
+    # An ordinary row that sees a contemplate row, or the soft prompts, is another.
+    for bits in (1 << (num_nodes + 1) % 32, -1):
+        mask = batch.tail.row_mask.clone()
+        mask[1, (num_nodes + 1) // 32 if bits > 0 else -1] |= bits
+        found = attend(batch, softened(batch), target_tail=batch.tail._replace(row_mask=mask))[rows]
+        assert (found[1] - attend(alone)[1]).abs().max() > 1e-3, bits
+        torch.testing.assert_close(found[2:], attend(alone)[2:], atol=2e-6, rtol=0)
+
+
 # -- drafters ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("has_shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3]], ids=str)
-def test_levels_of_a_draft_tree_equal_the_whole_tree(shape, two_passes):
-    """Three levels of different beams, each written once and read by those below it, against one masked softmax."""
+def test_levels_of_a_draft_tree_equal_the_whole_tree(shape, has_shared, two_passes):
+    """Three levels of different beams, each written once and read by those below it, against one masked softmax.
+
+    A shared entry is written anew by every level, before all nodes, and seen by all of them.
+    """
     width, num_reqs, depth = 3, 3, 3
     rng = random.Random(12)
     batch = make_batch(shape, [Request(prefix, 1, None) for prefix in (40, 7, 95)], seed=13)
@@ -168,20 +222,24 @@ def test_levels_of_a_draft_tree_equal_the_whole_tree(shape, two_passes):
     before, impl = batch.cache.clone(), implementation(shape)
     parents = [[rng.choice(range(-1, 0)) for _ in range(width)] for _ in range(num_reqs)]
     written = torch.randn(num_reqs, depth * width, 2, shape.kv_heads, shape.head_size).to(shape.dtype)
+    extra = int(has_shared)
+    shared, queries = torch.randn_like(written[:, :depth]), width + extra
     for level in range(depth):
         first, length = level * width, (level + 1) * width
         if level:
             for tree in parents:
                 tree += [rng.randrange(first - width, first) for _ in range(width)]
-        seen = torch.zeros(num_reqs, width, 32, dtype=torch.bool)
+        seen = torch.zeros(num_reqs, queries, 32, dtype=torch.bool)
+        seen[..., :extra] = True
         for request, tree in enumerate(parents):
             for beam in range(width):
                 node = first + beam
                 while node >= 0:
-                    seen[request, beam, node] = True
+                    seen[request, beam, extra + node] = True
                     node = tree[node]
-        query = torch.randn(num_reqs * width, shape.heads, shape.head_size).to(shape.dtype)
-        keys, values = written[:, first:length].flatten(0, 1).unbind(1)
+        query = torch.randn(num_reqs * queries, shape.heads, shape.head_size).to(shape.dtype)
+        entry = shared[:, level : level + extra]
+        keys, values = torch.cat([written[:, first:length], entry], dim=1).flatten(0, 1).unbind(1)
         out = impl.forward(
             DRAFTER,
             query,
@@ -191,27 +249,33 @@ def test_levels_of_a_draft_tree_equal_the_whole_tree(shape, two_passes):
             metadata_of(
                 batch,
                 causal=False,
-                query_start_loc=torch.arange(0, num_reqs * width + 1, width, dtype=torch.int32),
+                query_start_loc=torch.arange(0, num_reqs * queries + 1, queries, dtype=torch.int32),
                 draft_tail=DraftTail(
-                    rows, pack_bits(seen.flatten(0, 1)), torch.tensor([length], dtype=torch.int32), num_reqs, width
+                    rows,
+                    pack_bits(seen.flatten(0, 1)),
+                    torch.tensor([length + extra], dtype=torch.int32),
+                    num_reqs,
+                    queries,
+                    has_shared,
                 ),
             ),
             torch.full_like(query, torch.nan),
         )
         for request in range(num_reqs):
-            content = torch.cat([batch.dense[request], written[request, :length]])
-            mask = torch.ones(width, content.shape[0], dtype=torch.bool)
-            mask[:, -length:] = seen[request, :, :length]
-            mine = slice(request * width, (request + 1) * width)
+            content = torch.cat([batch.dense[request], entry[request], written[request, :length]])
+            mask = torch.ones(queries, content.shape[0], dtype=torch.bool)
+            mask[:, -length - extra :] = seen[request, :, : length + extra]
+            mine = slice(request * queries, (request + 1) * queries)
             whole = masked_softmax(query[mine], content, mask, SCALE)
             torch.testing.assert_close(out[mine].double(), whole, atol=TOLERANCE[shape.dtype], rtol=0)
     assert torch.equal(batch.cache.nan_to_num(nan=-1), before.nan_to_num(nan=-1)), "a draft was written to the cache"
-    assert rows[num_reqs:].isnan().all() and rows[:, depth * width :].isnan().all()
+    assert rows[num_reqs:].isnan().all() and rows[:, extra + depth * width :].isnan().all()
 
 
 @pytest.mark.parametrize("head_size", [1, 24, 64])
 @pytest.mark.parametrize("length", [5, 8, 13, 2, 40])
-def test_kernel_that_writes_a_level_against_its_twin(length, head_size):
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_kernel_that_writes_a_level_against_its_twin(length, head_size, has_shared):
     """The last two lengths do not fit: what a stale graph may find must not be written anywhere."""
     num_reqs, queries, heads, capacity = 3, 5, 2, 13
     fused = torch.randn(num_reqs * queries, 3 * heads, head_size)
@@ -219,10 +283,15 @@ def test_kernel_that_writes_a_level_against_its_twin(length, head_size):
     filled = []
     for write in (scratch.write_level, scratch.write_level_naive):
         target = torch.full((num_reqs + 2, capacity, 2, heads, head_size), -7777.0)
-        write(**arguments, scratch=target, length=torch.tensor([length], dtype=torch.int32))
+        write(**arguments, scratch=target, length=torch.tensor([length], dtype=torch.int32), has_shared=has_shared)
         filled.append(target)
     assert torch.equal(*filled)
-    assert (filled[0] != -7777).any() == (length < capacity + queries)
+    written = (filled[0][:num_reqs] != -7777).flatten(2).any(2)
+    level = range(max(length - queries + has_shared, 0), min(length, capacity))
+    expected_rows = [row in level or (has_shared and row == 0) for row in range(capacity)]
+    assert written.tolist() == [expected_rows] * num_reqs and (filled[0][num_reqs:] == -7777).all()
+    if has_shared:
+        assert torch.equal(filled[0][:num_reqs, 0, 0], arguments["key"][queries - 1 :: queries])
 
 
 # -- vLLM's own CPU attention -----------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_batches import BLOCK_SIZE, Batch, Request, Shape, expected, make_batch, verification
+from attention_batches import BLOCK_SIZE, Batch, Request, Shape, contemplating, expected, make_batch, verification
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import flash_attn
@@ -174,6 +174,25 @@ def test_trees_and_the_rest(flash, with_prompts, full_graphs):
     torch.testing.assert_close(out, same, atol=2e-6, rtol=0)
 
 
+@pytest.mark.parametrize("with_prompts", [True, False])
+def test_contemplate_rows_see_the_layers_soft_prompts(flash, with_prompts):
+    requests = [contemplating(r) if r.rows > 1 and r.parents else r for r in mixed(with_prompts)]
+    batch = make_batch(SHAPE, requests, seed=12, num_soft=20)
+    base.set_tree_source(lambda common, capturing: batch.tail)
+    layer = Layer(False)
+    layer.soft_prompts = batch.soft
+    metadata = make_builder({"target": layer}).build(0, batch.common())
+    out = forward(batch, metadata, layer)
+    torch.testing.assert_close(out.double(), expected(batch, SCALE), atol=2e-6, rtol=0)
+    layer.soft_prompts = batch.soft.flip(2)  # other prompts in each place, but the same ones in all
+    torch.testing.assert_close(forward(batch, metadata, layer), out, atol=2e-6, rtol=0)
+    layer.soft_prompts = batch.soft.flip(0)
+    assert (forward(batch, metadata, layer) - out).abs().max() > 0.1
+    # A drafter's first pass is given the same metadata and has no soft prompts.
+    drafter = forward(batch, metadata, DRAFTER)
+    torch.testing.assert_close(drafter.double(), expected(batch, SCALE, plain=True), atol=2e-6, rtol=0)
+
+
 def test_a_drafters_first_pass_is_causal_without_a_plan(flash):
     """It runs with the target's metadata, and in a CUDA graph with what was captured of it."""
     batch = make_batch(SHAPE, mixed(with_prompts=True), seed=3)
@@ -246,8 +265,9 @@ def test_graphs_read_the_plan_of_every_replay_from_one_place(flash):
     assert not kept.any()
 
 
+@pytest.mark.parametrize("has_shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("causal", [False, True], ids=["planned", "unplanned"])
-def test_a_level_of_a_draft_tree(flash, causal):
+def test_a_level_of_a_draft_tree(flash, causal, has_shared):
     """As the CPU backend, whose test compares it with the whole tree; the plan is used if made without a mask."""
     width, num_reqs = 3, 2
     batch = make_batch(SHAPE, [Request(40, 1, None), Request(7, 1, None)], seed=8)
@@ -261,6 +281,7 @@ def test_a_level_of_a_draft_tree(flash, causal):
     bits = torch.zeros(num_reqs * width, 32, dtype=torch.bool)
     bits[:, :width] = torch.eye(width).bool().repeat(num_reqs, 1)
     bits[:, width : 2 * width] = bits[:, :width].roll(1, dims=0)
+    bits[:, 0] |= has_shared
     outs = []
     for impl in (
         TreeFlashImpl(SHAPE.heads, SHAPE.head_size, SCALE, SHAPE.kv_heads, None, None, "auto"),
@@ -268,7 +289,7 @@ def test_a_level_of_a_draft_tree(flash, causal):
     ):
         scratch = torch.randn(num_reqs, 8, 2, SHAPE.kv_heads, SHAPE.head_size, generator=generator.manual_seed(10))
         length = torch.tensor([2 * width], dtype=torch.int32)
-        level = DraftTail(scratch, pack_bits(bits), length, num_reqs, width)
+        level = DraftTail(scratch, pack_bits(bits), length, num_reqs, width, has_shared)
         if isinstance(impl, TreeFlashImpl):
             metadata.draft_tail = level
             given = metadata

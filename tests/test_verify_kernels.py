@@ -23,6 +23,45 @@ def test_rows_equal_naive(num_nodes, max_depth, index_dtype):
             assert torch.equal(value, found[name]), name
 
 
+@pytest.mark.parametrize(("num_nodes", "max_depth"), [*SHAPES[:5], (100, 9)])
+@pytest.mark.parametrize("num_soft", [1, 16, 32, 70])
+def test_rows_with_contemplate_rows_equal_naive(num_nodes, max_depth, num_soft):
+    for seed in range(2):
+        step = make_step(seed, num_nodes, max_depth, contemplates=True)
+        options = {"contemplates": True, "num_soft": num_soft}
+        expected, found = (prepare(which, step, max_depth, **options) for which in (naive, rows))
+        for name, value in expected.items():
+            assert torch.equal(value, found[name]), name
+
+
+@pytest.mark.parametrize("num_nodes", [1, 12, 60])
+def test_ordinary_rows_are_those_of_a_step_that_does_not_contemplate(num_nodes):
+    """The same trees, sizes and prompts with and without contemplate rows: same positions, same masks, no soft bit."""
+    wide = make_step(4, num_nodes, min(num_nodes, 5), ("whole", "small", "empty", "placeholder"), contemplates=True)
+    counts = wide.cu_num_logits.diff() // 2
+    starts = int32([0, *counts.cumsum(0).tolist()])
+    kept = torch.cat(
+        [
+            begin + torch.arange(count, device=DEVICE)
+            for begin, count in zip(wide.query_start_loc.tolist(), counts.tolist(), strict=False)
+        ]
+    )
+    narrow = wide._replace(
+        query_start_loc=starts,
+        cu_num_logits=starts,
+        seq_lens=wide.seq_lens - counts,
+        positions=wide.positions[kept],
+    )
+    with_rows = prepare(rows, wide, 5, contemplates=True, num_soft=16)
+    without = prepare(rows, narrow, 5)
+    words = without["row_mask"].shape[1]
+    for name in ("num_live", "prefix_len"):
+        assert torch.equal(with_rows[name], without[name])
+    assert torch.equal(with_rows["positions"][kept], without["positions"])
+    assert torch.equal(with_rows["row_mask"][kept, :words], without["row_mask"][: kept.shape[0]])
+    assert not with_rows["row_mask"][kept, words:].any()
+
+
 def one_request(*, parents, sizes, num_logits, seq_len, prefill_len, before=0):
     """A request in slot 1 of 3, its logits rows after ``before`` rows of another kind."""
     table = int32([[0] * len(parents), parents, [0] * len(parents)])
@@ -46,6 +85,29 @@ def test_rows_of_a_tree_by_hand():
     assert result["positions"].tolist() == [20, 21, 21, 22, 22, 21]
     assert result["row_mask"][:6, 0].tolist() == [0b1, 0b11, 0b101, 0b1101, 0b10011, 0b100001]
     assert (result["row_mask"][6:] == POISON).all() and (result["num_live"][1:] == POISON).all()
+
+
+def test_contemplate_rows_by_hand():
+    # Three nodes, the third of which is dead: rows 4 to 7 belong to rows 0 to 3, row 8 to none.
+    tree = {"parents": [0, 0, 1], "sizes": 2, "num_logits": 9, "seq_len": 29}
+    result = prepare(rows, one_request(**tree, prefill_len=20), max_depth=2, contemplates=True, num_soft=33)
+    assert result["num_live"][0] == 2 and result["prefix_len"][0] == 20
+    assert result["positions"].tolist() == [20, 21, 21, 21, 21, 22, 22, 21, 21]
+    ordinary = [0b1, 0b11, 0b101, 0b1001]
+    contemplate = [0b10001, 0b100011, 0b1000101, 0b10000001, 0b100000001]
+    assert result["row_mask"][:9, 0].tolist() == ordinary + contemplate
+    assert result["row_mask"][:9, 1:].tolist() == [[0, 0]] * 4 + [[-1, 1]] * 5
+    # Inside the prompt: a chain, and behind each of its rows a contemplate row.
+    result = prepare(rows, one_request(**tree, prefill_len=21), max_depth=2, contemplates=True, num_soft=33)
+    assert result["num_live"][0] == 0 and result["prefix_len"][0] == 20
+    assert result["positions"].tolist() == [20, 21, 22, 23, 21, 22, 23, 24, 21]
+    contemplate = [0b10001, 0b100011, 0b1000111, 0b10001111, 0b100000001]
+    assert result["row_mask"][:9, 0].tolist() == [0b1, 0b11, 0b111, 0b1111, *contemplate]
+    # One draft token is the root's contemplate row.
+    step = one_request(parents=[0], sizes=1, num_logits=2, seq_len=22, prefill_len=20)
+    result = prepare(rows, step, max_depth=1, contemplates=True, num_soft=16)
+    assert result["positions"].tolist() == [20, 21] and result["num_live"][0] == 0
+    assert result["row_mask"][:2].tolist() == [[0b1, 0], [0b11, 0xFFFF]]
 
 
 def test_placeholder_drafts_are_a_causal_chain():
@@ -254,6 +316,8 @@ import test_verify_kernels as cases
 for num_nodes, depth in [(7, 3), (60, 8), (255, 12)]:
     step = cases.make_step(0, num_nodes, depth)
     cases.prepare(cases.rows, step, depth)
+    step_of_two = cases.make_step(0, num_nodes, depth, contemplates=True)
+    cases.prepare(cases.rows, step_of_two, depth, contemplates=True, num_soft=40)
     num_live, tokens = step.sizes, torch.zeros(int(step.cu_num_logits[-1]), dtype=torch.int64)
     walked = cases.walk_step(cases.walk, step, num_live, tokens, tokens, depth, depth + 1)
     walk = {name: walked[name] for name in ("num_sampled", "path")}

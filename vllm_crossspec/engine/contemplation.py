@@ -164,6 +164,12 @@ class Contemplation:
             max_rows=self.state.num_rows,
         )
 
+    def forget(self, slots: list[int]) -> None:
+        """Other requests take these slots: nothing is known of their future, and nothing chooses an embedding."""
+        on_device = async_tensor_h2d(np.array(slots, dtype=np.int64), device=self.device)
+        self.has_future.index_fill_(0, on_device, 0)
+        self.embeds.index_fill_(0, on_device, 0)
+
     # -- the step -----------------------------------------------------------------------------------------------
 
     def split(self, batch: Any) -> Any:

@@ -233,6 +233,9 @@ class MatchRunner:
             slot = self.req_states.req_id_to_index[request.req_id]
             state.modes[slot] = draft_mode(request.sampling_params, self._chains_only)
             state.widths[slot] = state.num_nodes
+        if self.contemplation is not None:
+            new_ids = (request.req_id for request in scheduler_output.scheduled_new_reqs)
+            self.contemplation.forget([self.req_states.req_id_to_index[req_id] for req_id in new_ids])
         if self._routed is not None:
             new = scheduler_output.scheduled_new_reqs
             slots = [self.req_states.req_id_to_index[request.req_id] for request in new]
