@@ -169,6 +169,7 @@ def random_confu(
             "contemplate_embed.experts": (num_experts, hidden),
             "future_embed.router": (num_experts, hidden),
             "future_embed.experts": (num_experts, hidden),
+            "future_skip.weight": (hidden, hidden),
             "no_future_embed": (hidden,),
         }.items()
     }

@@ -11,6 +11,7 @@ import vllm_crossspec
 
 POCKET = Path(vllm_crossspec.__file__).parent / "pocket"
 TARGET, EAGLE3, DFLASH, DART = POCKET / "target", POCKET / "eagle3", POCKET / "dflash", POCKET / "dart"
+CONFU = POCKET / "confu"
 NGRAM = POCKET / "ngram" / "store.safetensors"
 CHAIN = {"type": "chain"}
 K = 7

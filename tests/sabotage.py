@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import torch
+
 
 def _replace(worker: Any, owner: Any, name: str, wrapper: Any) -> None:
     original = getattr(owner, name)
@@ -144,6 +146,90 @@ def swap_taps(worker: Any) -> None:
     """The drafter is handed the target's layers in the wrong order."""
     host = worker.model_runner.speculator
     _replace(worker, host, "tap_indices", lambda taps: {name: layers[::-1] for name, layers in taps.items()})
+
+
+# -- contemplate rows ---------------------------------------------------------------------------------------------
+
+
+def _show(worker: Any, bits_of: Any) -> None:
+    """Give every ordinary row more mask bits: ``bits_of`` takes a request's nodes and rows and names (word, bits)."""
+
+    def wrapper(original):
+        def prepare_attn(batch):
+            prepared = original(batch)
+            state = worker.model_runner.tree_state
+            for index in range(batch.num_reqs if state.cu_rows is not None else 0):
+                end = int(batch.query_start_loc_np[index + 1])
+                num_rows = int(state.cu_rows[index + 1] - state.cu_rows[index])
+                nodes = (num_rows - 2) // 2
+                for word, bits in bits_of(state, nodes, num_rows) if num_rows > 1 else ():
+                    state.row_mask[end - num_rows : end - num_rows + nodes + 1, word] |= bits
+            return prepared
+
+        return prepare_attn
+
+    _replace(worker, worker.model_runner, "prepare_attn", wrapper)
+
+
+def show_contemplate_rows(worker: Any) -> None:
+    """Every ordinary row sees the contemplate rows."""
+
+    def bits_of(state, nodes, num_rows):
+        for row in range(nodes + 1, num_rows):
+            bit = 1 << row % 32
+            yield row // 32, bit - (1 << 32) if bit == 1 << 31 else bit
+
+    _show(worker, bits_of)
+
+
+def show_soft_prompts(worker: Any) -> None:
+    """Every ordinary row sees the soft prompts."""
+    _show(worker, lambda state, nodes, num_rows: [(state.num_words - 1, (1 << state.num_soft) - 1)])
+
+
+def keep_contemplate_rows(worker: Any) -> None:
+    """Contemplate rows are not rejected: their keys and values count as the text's."""
+
+    def wrapper(original):
+        def rejection_sampler(logits, batch, *rest):
+            state = worker.model_runner.tree_state
+            rows, state.cu_rows = state.cu_rows, None
+            try:
+                return original(logits, batch, *rest)
+            finally:
+                state.cu_rows = rows
+
+        return rejection_sampler
+
+    _replace(worker, worker.model_runner, "rejection_sampler", wrapper)
+
+
+def foresee_noise(worker: Any) -> None:
+    """The futures are made up."""
+
+    def wrapper(original):
+        def observe(*arguments):
+            original(*arguments)
+            made = worker.model_runner.contemplation
+            generator = torch.Generator().manual_seed(0)
+            made.futures.copy_(torch.randn(made.futures.shape, generator=generator))
+
+        return observe
+
+    _replace(worker, worker.model_runner.contemplation, "observe", wrapper)
+
+
+def foresee_nothing(worker: Any) -> None:
+    """Every round is drafted as the first one after a prompt: without a future."""
+
+    def wrapper(original):
+        def observe(*arguments):
+            original(*arguments)
+            worker.model_runner.contemplation.has_future.zero_()
+
+        return observe
+
+    _replace(worker, worker.model_runner.contemplation, "observe", wrapper)
 
 
 # -- FlashHead ----------------------------------------------------------------------------------------------------

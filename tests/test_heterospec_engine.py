@@ -23,7 +23,9 @@ BINS = {
 }
 
 
-def calibration_file(folder: Path, thresholds: tuple[float, ...], tree: dict[str, int] = TREE) -> str:
+def calibration_file(
+    folder: Path, thresholds: tuple[float, ...], tree: dict[str, int] = TREE, drafter: Path = engines.EAGLE3
+) -> str:
     """A calibration for the pocket models and these bins, as the command would have written it."""
     from vllm_crossspec.adaptive.calibration import BinFacts, Calibration, TreeShape, identify, write_calibration
 
@@ -38,7 +40,7 @@ def calibration_file(folder: Path, thresholds: tuple[float, ...], tree: dict[str
             alpha=-(-tree["depth"] // 2),
             tree=TreeShape(**tree),
             target=identify(str(engines.TARGET), "model"),
-            drafter=identify(str(engines.EAGLE3), "model"),
+            drafter=identify(str(drafter), "model"),
         ),
     )
     return str(path)
@@ -72,7 +74,8 @@ def watch_rows(worker: Any) -> None:
         return prepare(batch)
 
     def model_forward(*arguments: Any, **inputs: Any) -> Any:
-        runner.forwarded.append(int(inputs["input_ids"].shape[0]))
+        rows = inputs["input_ids"] if inputs["inputs_embeds"] is None else inputs["inputs_embeds"]
+        runner.forwarded.append(int(rows.shape[0]))
         return forward(*arguments, **inputs)
 
     runner.prepare_attn, runner.model.forward = prepare_attn, model_forward
@@ -215,11 +218,12 @@ def test_text_is_plains(runs, bins, scenario):
     assert runs(bins, scenario).tokens == plain()[scenario]
 
 
-def check_rows(steps: list[dict[str, Any]]) -> None:
+def check_rows(steps: list[dict[str, Any]], contemplates: bool = False) -> None:
     """No tree brings more rows than it needs, none has nodes without rows, and the forward pass has no others.
 
     Steps in which prompts run beside are left out of the sum: their tokens are rows, too.
     """
+    from vllm_crossspec.contemplate.layout import planned_tokens
     from vllm_crossspec.tree.state import TREE
 
     for step in steps:
@@ -228,7 +232,7 @@ def check_rows(steps: list[dict[str, Any]]) -> None:
             step["drafted"], step["widths"], step["sizes"], step["modes"], strict=True
         ):
             if mode == TREE:
-                assert drafted <= width and size <= width
+                assert drafted <= planned_tokens(width, contemplates) and size <= width
         if all(step["drafted"]):
             assert step["forward"] == sum(drafted + 1 for drafted in step["drafted"])
 

@@ -194,17 +194,21 @@ def test_gradients_reach_the_drafter_and_not_the_target(target):
     gradients = _gradients(target, replace(CONFU, no_future=0.5))
     assert min(gradients.values()) > 0, gradients
     assert {name.split(".")[0] for name in gradients} >= {
-        "soft_prompts", "contemplate_embed", "future_embed", "no_future_embed", "midlayer",
+        "soft_prompts", "contemplate_embed", "future_embed", "future_skip", "no_future_embed",
+        "midlayer",
     }  # fmt: skip
     assert not any(p.requires_grad or p.grad is not None for p in target.model.parameters())
     assert not target.embedding.requires_grad and not target.head.requires_grad
 
 
 def test_without_futures_nothing_contemplates(target):
-    gradients = _gradients(target, replace(CONFU, no_future=1.0))
+    gradients = _gradients(target, replace(CONFU, no_future=1.0, future_loss=0.0))
     contemplating = [name for name in gradients if name.startswith(("soft_prompts", "contemplate_embed"))]
     assert len(contemplating) == 4 and not any(gradients[name] for name in contemplating)
     assert gradients["no_future_embed"] > 0 and gradients["future_embed.experts"] > 0
+    # Their own loss asks them to foretell a token, whoever reads it.
+    foretelling = _gradients(target, replace(CONFU, no_future=1.0))
+    assert all(foretelling[name] > 0 for name in contemplating)
     assert _gradients(target, replace(CONFU, no_future=0.0))["no_future_embed"] == 0
 
 
@@ -252,7 +256,8 @@ def by_hand(target, model, batch, config, seed):
                 alone = type(states)(*(x[row : row + 1] for x in states))
                 at = torch.tensor([[place]])
                 entry = model.future_entries(alone, future, at)
-                steps = model.unroll(alone, tokens, target.embedding, at, config.num_steps, last_entry=entry)
+                more = {"last_entry": entry, "skip": model.future_skip(future)}
+                steps = model.unroll(alone, tokens, target.embedding, at, config.num_steps, **more)
                 for step, logits in enumerate(steps):
                     if place + 2 + step < end and teacher[place + 1 + step].argmax() in model.kept:
                         said = teacher[place + 1 + step][model.kept].softmax(-1)
@@ -265,7 +270,7 @@ def by_hand(target, model, batch, config, seed):
 @torch.no_grad()
 @pytest.mark.parametrize("changes", [{}, {"replicas": 0}, {"no_future": 1.0}])
 def test_the_loss_is_equation_3(target, changes):
-    config = replace(CONFU, **({"no_future": 0.3} | changes))
+    config = replace(CONFU, **({"no_future": 0.3, "future_loss": 0.0} | changes))
     model, batch = make_drafter(target, config), collate(random_rows(10, seed=8))
     loss, shares = confu_loss(model, target, batch, config, torch.Generator().manual_seed(4))
     expected, count = by_hand(target, model, batch, config, seed=4)
@@ -277,13 +282,38 @@ def test_the_loss_is_equation_3(target, changes):
         assert loss.item() != pytest.approx(expected, rel=1e-3)
 
 
+@torch.no_grad()
+def test_the_futures_own_loss_is_about_the_token_after_the_next(target):
+    """Anchor p: the target's head on the future, against what the target says of p + 2 when it knows p + 1."""
+    model, batch = make_drafter(target, CONFU), collate(random_rows(6, seed=3))
+    states, cache = target.states_and_cache(batch.tokens)
+    anchors, real = sample_anchors(batch, -1, 5, torch.Generator().manual_seed(1))
+    gates = states.taps[torch.arange(len(anchors))[:, None], anchors - 1]
+    futures = model.futures(target, cache, gates, anchors)
+    losses = []
+    for row, end in enumerate(batch.ends.tolist()):
+        said = target.model(input_ids=batch.tokens[row : row + 1, :end]).logits[0].softmax(-1)
+        for column, anchor in enumerate(anchors[row].tolist()):
+            if real[row, column] and anchor + 2 < end:
+                logits = target.head @ futures[row, column]
+                losses.append(-(said[anchor + 1] * logits.log_softmax(-1)).sum().item())
+    loss, hits = confu.future_loss(futures, target, states, batch, (anchors, real))
+    assert len(losses) > 10 and loss.item() == pytest.approx(sum(losses) / len(losses), rel=1e-4)
+    assert 0 <= hits <= 1
+
+
 # ---- drafts, as an engine makes them
 
 
 class NaiveConfu(NaiveEagle3):
-    """EAGLE-3 one token at a time, whose drafts see one entry more, always at the place after the newest."""
+    """EAGLE-3 one token at a time, whose drafts see one entry more, always at the place after the newest.
+
+    They start from states to which a projection of the future is added; what is in the cache of the text has none.
+    """
 
     future: tuple[torch.Tensor, torch.Tensor] | None = None
+    skip: torch.Tensor | None = None
+    has_root = hides_newest = False
 
     def think(self, features: torch.Tensor, future: torch.Tensor) -> None:
         """What is drafted from now on sees ``future``; its embedding is chosen by ``features`` of the last token."""
@@ -298,9 +328,24 @@ class NaiveConfu(NaiveEagle3):
         entry = torch.cat(parts)
         key, value = (w[f"midlayer.self_attn.{n}_proj.weight"] @ entry for n in "kv")
         self.future = key.view(-1, HEAD_DIM), value.view(-1, HEAD_DIM)
+        self.skip = w["future_skip.weight"] @ future
+
+    def step(self, token, features, position):
+        if self.skip is None:
+            return super().step(token, features, position)
+        if self.has_root:
+            return super().step(token, features + self.skip, position)
+        super().step(token, features, position)
+        self.hides_newest = self.has_root = True
+        drafted = super().step(token, features + self.skip, position)
+        self.hides_newest = False
+        self.keys.pop(), self.values.pop()
+        return drafted
 
     def cache(self, position):
         keys, values = super().cache(position)
+        if self.hides_newest:
+            keys, values = keys[:-1], values[:-1]
         if self.future is None:
             return keys, values
         key = rotate(self.future[0], torch.tensor(position + 1), self.theta)
@@ -380,6 +425,7 @@ def test_checkpoint_has_the_documented_tensors(target):
         "contemplate_embed.experts": (experts, H),
         "future_embed.router": (experts, H),
         "future_embed.experts": (experts, H),
+        "future_skip.weight": (H, H),
         "no_future_embed": (H,),
     }
     assert settings["target"] == {

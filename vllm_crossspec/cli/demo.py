@@ -88,6 +88,24 @@ METHODS: dict[str, dict[str, Any] | None] = {
         "tree": {"type": "dynamic", "depth": 8, "top_k": 10, "num_nodes": 60},
         "adaptive": "{pocket}/heterospec/calibration.json",
     },
+    # EAGLE-3 with a target that contemplates the future, and an EAGLE-3 that only trained as much longer.
+    "confu": {"method": "confu", "model": "{pocket}/confu", "num_speculative_tokens": 7},
+    "eagle3-longer": {
+        "method": "eagle3",
+        "model": "{pocket}/eagle3-longer",
+        "num_speculative_tokens": 7,
+        "tree": {"type": "chain"},
+    },
+    "confu-tree": {
+        "method": "confu",
+        "model": "{pocket}/confu",
+        "tree": {"type": "dynamic", "depth": 8, "top_k": 10, "num_nodes": 60},
+    },
+    "eagle3-longer-tree": {
+        "method": "eagle3",
+        "model": "{pocket}/eagle3-longer",
+        "tree": {"type": "dynamic", "depth": 8, "top_k": 10, "num_nodes": 60},
+    },
     **{
         f"whiflash-{name}": {"method": "whiflash", "drafters": WHIFLASH_DRAFTERS, "router": router}
         for name, router in {

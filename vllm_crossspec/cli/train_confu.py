@@ -43,16 +43,22 @@ def train_confu_command(
         int, typer.Option(min=1, help="So many of them are mixed; with 1 the gates learn nothing.")
     ] = 2,
     num_steps: Annotated[int, typer.Option(min=1, help="Drafted tokens that training unrolls (L).")] = 7,
-    anchors: Annotated[int, typer.Option(min=1, help="Contemplate tokens of one response in one step (K_train).")] = 12,
+    anchors: Annotated[int, typer.Option(min=1, help="Contemplate tokens of one response in one step (K_train).")] = 24,
     replicas: Annotated[
         int, typer.Option(min=0, help="Places behind an anchor that share its future (l); 0 is the ablation without.")
-    ] = 3,
+    ] = 1,
     max_lag: Annotated[
         int, typer.Option(min=0, help="Deepest draft node that contemplates: a round's gate lies so far behind it.")
     ] = 7,
     no_future: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Share of drafts without a future, as a request's first one is.")
     ] = 0.1,
+    future_loss: Annotated[
+        float, typer.Option(min=0.0, help="Weight of the futures' own loss: they foretell a token; 0 is the paper's.")
+    ] = 0.3,
+    new_rate: Annotated[
+        float, typer.Option(min=0.01, help="Learning rate of what EAGLE-3 does not have, as a multiple of --lr.")
+    ] = 2.0,
     teacher_temperature: Teacher = 1.0,
     rows_per_step: Rows = 16,
     bfloat16: Bfloat16 = True,
@@ -88,6 +94,8 @@ def train_confu_command(
         replicas=replicas,
         max_lag=max_lag,
         no_future=no_future,
+        future_loss=future_loss,
+        new_rate=new_rate,
     )
     train_confu(data, target, out, config, LoopConfig(steps=steps, lr=lr, seed=seed), device)
     sys.stdout.write(f"drafter in {out / 'model'}\n")

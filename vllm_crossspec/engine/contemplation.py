@@ -17,8 +17,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import get_layers_from_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import async_tensor_h2d
 
@@ -102,6 +104,11 @@ class Contemplation:
         self.embeds = torch.zeros(max_num_reqs, hidden, dtype=dtype, device=device)
         self.has_future = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
         self.inputs_embeds = torch.zeros(max_num_tokens, hidden, dtype=dtype, device=device)
+        # The step's logits rows: the roots and the draft nodes.
+        max_logits = min(max_num_reqs * (state.num_nodes + 1), max_num_tokens)
+        self._rows = torch.zeros(max_logits, dtype=torch.int64, device=device)
+        self._slots = torch.zeros(max_logits, dtype=torch.int64, device=device)
+        self._places = torch.zeros(max_logits, dtype=torch.int32, device=device)
         room = kernels if device.type != "cpu" else batched
         self._contemplate: Callable[..., None] = room.contemplate
         self._write_rows: Callable[..., None] = room.write_contemplate_rows
@@ -116,7 +123,9 @@ class Contemplation:
 
     def install(self, runner: Any) -> None:
         """Give the target's layers their soft prompts, and its forward pass embeddings in the place of token ids."""
-        self.soft_bytes = self._place_soft_prompts(runner.compilation_config.static_forward_context)
+        # Not all that vLLM's forward context holds is attention: the experts of a target are there, too.
+        layers = get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+        self.soft_bytes = self._place_soft_prompts(layers)
         model_state, target = runner.model_state, runner.model
         own_embeds = model_state.prepare_inputs_embeds if runner.uses_inputs_embeds else None
         dummy_inputs = model_state.prepare_dummy_inputs
@@ -182,14 +191,13 @@ class Contemplation:
             return batch
         self.state.cu_rows = batch.cu_num_logits
         num_reqs = batch.num_reqs
-        counts = self.nodes_of(batch) + 1
+        # ``layout.verified_nodes`` of each request's draft tokens, and the root.
+        counts = np.maximum(batch.num_draft_tokens_per_req - 1, 0) // 2 + 1
         starts = np.zeros(num_reqs + 1, dtype=np.int32)
         np.cumsum(counts, out=starts[1:])
         cu_nodes = async_tensor_h2d(starts, device=self.device)
         num_logits = int(starts[-1])
-        rows = torch.empty(num_logits, dtype=batch.logits_indices.dtype, device=self.device)
-        slots = torch.empty(num_logits, dtype=batch.expanded_idx_mapping.dtype, device=self.device)
-        places = torch.empty(num_logits, dtype=torch.int32, device=self.device)
+        rows, slots, places = (x[:num_logits] for x in (self._rows, self._slots, self._places))
         kernels.split_rows(
             query_start_loc=batch.query_start_loc,
             cu_rows=batch.cu_num_logits,
@@ -212,7 +220,7 @@ class Contemplation:
         """The batch of :meth:`split` as sampling and grammars see it: draft tokens are the draft nodes."""
         if self.state.cu_rows is None:
             return batch
-        return dataclasses.replace(batch, num_draft_tokens_per_req=self.nodes_of(batch))
+        return dataclasses.replace(batch, num_draft_tokens_per_req=np.diff(batch.cu_num_logits_np) - 1)
 
     def masks_of(self, batch: Any, grammar_output: Any) -> Any:
         """The scheduler's grammar masks without those of contemplate rows, which follow each request's nodes.
@@ -229,10 +237,6 @@ class Contemplation:
             first += planned
         masks = grammar_output.grammar_bitmask[np.concatenate(kept)] if kept else grammar_output.grammar_bitmask
         return dataclasses.replace(grammar_output, grammar_bitmask=masks)
-
-    def nodes_of(self, batch: Any) -> Any:
-        """int32 [R] on the host, draft nodes of each request in the step."""
-        return np.array([verified_nodes(int(n), True) for n in batch.num_draft_tokens_per_req], dtype=np.int32)
 
     def observe(self, batch: Any, final_states: torch.Tensor, tapped: list[torch.Tensor]) -> None:
         """Keep what the step's last accepted rows leave: futures, and the next contemplate rows' embeddings.

@@ -100,6 +100,7 @@ class Eagle3Drafter(nn.Module):
     def unroll(
         self, states: States, tokens: torch.Tensor, embedding: torch.Tensor, anchors: torch.Tensor, num_steps: int,
         *, own_tokens: bool = False, last_entry: torch.Tensor | None = None,
+        skip: torch.Tensor | None = None,
     ) -> Iterator[torch.Tensor]:  # fmt: skip
         """Draft ``num_steps`` tokens from every anchor.
 
@@ -110,6 +111,7 @@ class Eagle3Drafter(nn.Module):
             anchors: int64 [B, A]; anchor p stands for the entry (features of p, token p + 1), p + 1 < T.
             own_tokens: feed back the drafter's own choices, as inference does, instead of the response's tokens.
             last_entry: [B, A, 2 H] of :meth:`join`, seen by every step of its draft from the place after it.
+            skip: [B, A, H], added to the state that every step of its draft starts from.
 
         Yields:
             At step s the logits [B, A, draft vocabulary] of the token at p + 2 + s.
@@ -128,8 +130,11 @@ class Eagle3Drafter(nn.Module):
             last_key, last_value = attention.k_proj(last_entry), self._heads(attention.v_proj, last_entry, None)
         following = tokens[rows, anchors + 1]
         for step in range(num_steps):
-            if step:
+            if skip is not None:
+                current = current + skip
+            if step or skip is not None:
                 x = self.join(F.embedding(following, embedding), current)
+            if step:
                 own_keys.append(self._heads(attention.k_proj, x, anchors + step))
                 own_values.append(self._heads(attention.v_proj, x, None))
             query = self._heads(attention.q_proj, x, anchors + step)[:, :, None]

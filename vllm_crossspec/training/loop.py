@@ -54,10 +54,18 @@ class LoopConfig:
 
 
 def make_optimizers(model: torch.nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
-    """Muon for hidden matrices, AdamW for embeddings, output heads, norms and vectors."""
+    """Muon for hidden matrices, AdamW for embeddings, output heads, norms and vectors.
+
+    Parameters with an ``lr_scale`` are AdamW's, too, at so many times the rate.
+    """
     matrices, rest = [], []
+    scaled: dict[float, list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
+        if not parameter.requires_grad:
+            continue
+        if (scale := getattr(parameter, "lr_scale", None)) is not None:
+            scaled.setdefault(scale, []).append(parameter)
+        else:
             is_matrix = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
             (matrices if is_matrix else rest).append(parameter)
     optimizers: list[torch.optim.Optimizer] = []
@@ -65,8 +73,10 @@ def make_optimizers(model: torch.nn.Module, config: LoopConfig) -> list[torch.op
         optimizers.append(
             torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
         )
-    if rest:
-        optimizers.append(torch.optim.AdamW(rest, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0))
+    groups = [{"params": rest}] if rest else []
+    groups += [{"params": parameters, "scale": scale} for scale, parameters in scaled.items()]
+    if groups:
+        optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0))
     return optimizers
 
 
@@ -121,7 +131,7 @@ class Trainer:
         factor = self.config.rate(self.step)
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = self.config.lr * factor
+                group["lr"] = self.config.lr * factor * group.get("scale", 1.0)
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + self.step)
         self.model.train()
         loss, figures = self.loss_fn(self.model, next(self.data), generator)

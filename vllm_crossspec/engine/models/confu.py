@@ -8,7 +8,7 @@ from torch import nn
 from vllm.config import VllmConfig
 from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
 
-OWN_PARTS = ("soft_prompts.", "contemplate_embed.", "future_embed.", "no_future_embed")
+OWN_PARTS = ("soft_prompts.", "contemplate_embed.", "future_embed.", "future_skip.", "no_future_embed")
 
 
 class SoftPrompts(nn.Module):
@@ -54,6 +54,8 @@ class ConfuForCausalLM(Eagle3LlamaForCausalLM):  # type: ignore[misc]
         self.soft_prompts = SoftPrompts(shape)
         self.contemplate_embed = Mixture(self.model.fc_input_size, hidden, *experts)
         self.future_embed = Mixture(hidden, hidden, *experts)
+        self.future_skip = nn.Linear(hidden, hidden, bias=False).requires_grad_(False)
+        nn.init.zeros_(self.future_skip.weight)
         self.no_future_embed = nn.Parameter(torch.zeros(hidden), requires_grad=False)
 
     def forward(

@@ -20,7 +20,8 @@ class ConfuProposer(Eagle3TreeProposer):
     The first pass only takes the accepted tokens into the cache: keys and values, no attention and no MLP. The root is
     drafted by a pass of its own, with the future, which is the first of the levels' graph. Every level's pass has one
     row a request beside its nodes, the future's; its key is rotated to the place behind the level, and lies in the
-    first row of the tree's scratch, where all nodes see it. A chain is a tree of one node a level.
+    first row of the tree's scratch, where all nodes see it. A projection of the future is added to the state that
+    every node starts from. A chain is a tree of one node a level.
     """
 
     contemplates = True
@@ -42,6 +43,7 @@ class ConfuProposer(Eagle3TreeProposer):
         self.level_embeds = torch.zeros(
             self.max_num_reqs, self.level_rows, self.hidden_size, dtype=self.dtype, device=device
         )
+        self.skips = torch.zeros(self.max_num_reqs, 1, self.hidden_size, dtype=self.dtype, device=device)
         mask_shape = (self.max_num_reqs, self.level_rows, self.builder.mask_words)
         self.level_masks = torch.zeros(mask_shape, dtype=torch.int32, device=device)
         self.level_masks[:, -1, 0] = 1  # of the scratch, a future sees itself alone
@@ -115,6 +117,7 @@ class ConfuProposer(Eagle3TreeProposer):
             has_future = made.has_future.index_select(0, slots)[:, None] > 0
             rows[:, -1] = torch.where(has_future, made.futures.index_select(0, slots), model.no_future_embed)
         self.level_embeds[:num_reqs, -1] = model.future_embed(self.hidden_states[:num_reqs])
+        self.skips[:num_reqs, 0] = model.future_skip(rows[:, -1])
 
     def _forward_beam(
         self,
@@ -136,6 +139,7 @@ class ConfuProposer(Eagle3TreeProposer):
             level=level,
             last_position=self.max_model_len - 1,
         )
+        self.level_states[:rows].view(num_reqs, self.level_rows, -1)[:, :top_k] += self.skips[:num_reqs]
         embeds, masks = self.level_embeds[:num_reqs], self.level_masks[:num_reqs]
         embeds[:, :top_k] = self.model.embed_input_ids(beam.tokens.reshape(-1)).view(num_reqs, top_k, -1)
         masks[:, :top_k] = beam.masks
