@@ -8,7 +8,7 @@ import pytest
 WORKERS = 2
 """Processes that `make test` runs tests in: an engine or server each, of up to 3 GiB."""
 LONGEST = (
-    "test_trees", "test_lossless", "test_whiflash", "test_flashhead_engine", "test_draft_model",
+    "test_trees", "test_lossless", "test_confu_engine", "test_whiflash", "test_flashhead_engine", "test_draft_model",
     "test_heterospec_engine", "test_dart", "test_heterospec_calibration", "test_sampling", "test_soak", "test_formats",
     "test_reference", "test_bfloat16", "test_server", "test_negative_controls", "test_benchmarks",
 )  # fmt: skip

@@ -15,6 +15,7 @@ from vllm_crossspec.adaptive.heterospec import load_policy
 from vllm_crossspec.config import AdaptiveConfig
 from vllm_crossspec.config_parsing import is_ours, parse
 from vllm_crossspec.drafters.checkpoint import check_drafter
+from vllm_crossspec.drafters.confu.checkpoint import check_target
 from vllm_crossspec.heads.flashhead.check import check_head
 from vllm_crossspec.ngram.store import open_store
 from vllm_crossspec.router.checkpoint import check_router
@@ -27,7 +28,7 @@ round_time, shapes = import_module("round_time"), import_module("shapes")
 methods, switch_cost = import_module("methods"), import_module("switch_cost")
 tree_kernels, tree_cases = import_module("tree_kernels"), import_module("tree_cases")
 
-FOLDERS = ("target", "eagle3", "dflash", "dart", "draft-model", "clusters", "router", "ngram")
+FOLDERS = ("target", "eagle3", "confu", "dflash", "dart", "draft-model", "clusters", "router", "ngram")
 MODELS = {name: f"/models/{name}" for name in FOLDERS}
 POCKET = Path(vllm_crossspec.__file__).parent / "pocket"
 SPREAD = {"median", "p90"}
@@ -57,8 +58,11 @@ def test_configs_are_drafters_of_their_target(name, tmp_path):
     target = json.loads((models["target"] / "config.json").read_text())
     facts = TargetFacts(str(models["target"]), target["hidden_size"], target["vocab_size"], target["num_hidden_layers"])
     eagle3 = check_drafter("eagle3", str(models["eagle3"]), "model", facts)
+    confu = check_drafter("confu", str(models["confu"]), "model", facts)
+    check_target(json.loads((models["confu"] / "config.json").read_text()), "model", str(models["target"]))
     dflash = check_drafter("dflash", str(models["dflash"]), "model", facts)
     dart = check_drafter("dart", str(models["dart"]), "model", facts)
+    assert confu == eagle3._replace(target_hidden_size=shape.hidden_size, default_draft_tokens=7)
     assert eagle3.target_layers == dart.target_layers == (2, shape.num_layers // 2, shape.num_layers - 3)
     assert eagle3.draft_vocab_size == dart.draft_vocab_size == shape.draft_vocab_size
     assert dart.max_draft_tokens == shape.dart_tokens
@@ -71,7 +75,7 @@ def test_taps_of_8b_are_those_of_the_public_checkpoint():
     assert shapes.dflash_taps(shapes.SHAPES["8b"].num_layers) == [1, 9, 17, 25, 33]
 
 
-@pytest.mark.parametrize("method", [m for m in round_time.METHODS if m not in round_time.TREES])
+@pytest.mark.parametrize("method", [m for m in round_time.METHODS if m not in methods.MATCHED])
 def test_speculative_configs_are_ours_or_native(method):
     chosen = options("--tokens", "5", "--acceptance", "3")
     assert method in chosen.methods
@@ -110,6 +114,67 @@ def test_tree_methods(method, depth, capsys):
     with pytest.raises(SystemExit):
         options("--methods", method, "--acceptance", "3")
     assert "verifies chains only" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("method", "rows"), [("confu", {1, 12, 2}), ("confu-tree", {1, 82, 11})])
+def test_contemplating_methods(method, rows, capsys):
+    chosen = options("--tokens", "5", "--nodes", "40", "--batch-sizes", "1,4")
+    settings = parse(round_time.speculative_config(method, MODELS, chosen), {"model", "method"})
+    (drafter,) = settings.drafters.values()
+    assert settings.contemplates and drafter.model == MODELS["confu"]
+    beside = parse(round_time.speculative_config(methods.CONTEMPLATING[method], MODELS, chosen), {"model", "method"})
+    (plain,) = beside.drafters.values()
+    assert (drafter.tree, drafter.num_speculative_tokens) == (plain.tree, plain.num_speculative_tokens)
+    assert methods.query_lengths(method, chosen) == rows  # plain rows; verification, contemplate rows and all; levels
+    sizes = round_time.engine_settings(method, MODELS, chosen)["compilation_config"]["cudagraph_capture_sizes"]
+    assert sizes == sorted(rows | {4 * n for n in rows})
+    assert method not in options("--acceptance", "3").methods
+    with pytest.raises(SystemExit):
+        options("--methods", method, "--acceptance", "3")
+    assert "leave out the trees and confu" in capsys.readouterr().err
+
+
+def test_what_contemplating_costs_is_read_off_rows_of_one_size():
+    def row(method, num_nodes, batch_size, scale):
+        ms = {"round": 10.0, "target": 6.0, "draft": 3.0, "rest": 1.0}
+        spread = {part: {"median": value * scale, "p90": 99.0} for part, value in ms.items()}
+        host = {part: {"median": 7.0, "p90": 7.0} for part in ms}
+        return {
+            "method": method,
+            "num_nodes": num_nodes,
+            "batch_size": batch_size,
+            "device_ms": spread,
+            "host_ms": host,
+        }
+
+    rows = [row("eagle3-tree", 30, 1, 1.0), row("eagle3-tree", 60, 1, 2.0), row("eagle3-tree", 60, 8, 4.0)]
+    rows += [row("confu-tree", 60, 1, 2.5), row("confu-tree", 30, 1, 1.6), row("confu-tree", 30, 8, 9.0)]
+    rows += [row("confu", None, 1, 1.0), {"method": "confu-tree", "num_nodes": 90, "error": "1"}]
+    found = methods.contemplation(rows)
+    assert [(f["num_nodes"], f["batch_size"], f["share_of_round"]) for f in found] == [(60, 1, 0.2), (30, 1, 0.375)]
+    assert found[0]["target_ms"] == {"with": 15.0, "without": 12.0} and found[0]["beside"] == "eagle3-tree"
+    assert all(f["clock"] == "device_ms" for f in found)
+    on_host = methods.contemplation([r | {"device_ms": None} for r in rows if "error" not in r])
+    assert {(f["clock"], f["share_of_round"]) for f in on_host} == {("host_ms", 0.0)}
+
+
+def test_several_tree_sizes_are_a_run_each(monkeypatch, tmp_path, capsys):
+    ran = []
+
+    def run_method(method, models, folder, chosen):
+        ran.append((method, chosen.nodes))
+        return {"engine": None, "rows": [], "error": "1", "log": "no engine here"}
+
+    arguments = ["--shape", "pocket", "--methods", "none,eagle3-tree,confu-tree", "--nodes", "30,60"]
+    monkeypatch.setattr(round_time, "run_method", run_method)
+    monkeypatch.setattr(sys, "argv", ["round_time.py", *arguments, "--folder", str(tmp_path)])
+    assert round_time.main() == 1
+    trees = [(method, size) for size in (30, 60) for method in ("eagle3-tree", "confu-tree")]
+    assert ran == [("none", 30), *trees]
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert [(r["method"], r["num_nodes"]) for r in found["rows"]] == [("none", None), *trees]
+    assert [r["speculative_config"]["tree"]["num_nodes"] for r in found["rows"][1:]] == [30, 30, 60, 60]
+    assert (found["meta"]["num_nodes"], found["contemplation"]) == ([30, 60], [])
 
 
 def test_adaptive_trees_are_in_the_surest_bin(tmp_path):
@@ -189,9 +254,8 @@ def test_routed_methods(method, capsys):
 def test_checkpoints_take_the_dummies_place(tmp_path):
     chosen = options("--checkpoints", str(POCKET), "--methods", "whiflash-neural")
     models = methods.model_folders(chosen, tmp_path)
-    assert {name: models[name] for name in ("target", "eagle3", "dflash", "dart")} == {
-        name: str(POCKET / name) for name in ("target", "eagle3", "dflash", "dart")
-    }
+    folders = ("target", "eagle3", "confu", "dflash", "dart")
+    assert {name: models[name] for name in folders} == {name: str(POCKET / name) for name in folders}
     assert Path(models["ngram"]).is_file()
     hidden_size = json.loads((POCKET / "target" / "config.json").read_text())["hidden_size"]
     check_router(models["router"], hidden_size=hidden_size, drafters=("eagle3", "dflash"), key="router.model")
@@ -270,8 +334,8 @@ def test_document_adds_up():
 
     engine = {"device": "a GPU", "simulated": False, "kernels_interpreted": False}
     results = {
-        "none": {"engine": engine, "rows": [row]},
-        "native-eagle3": {"engine": None, "rows": [], "error": "1", "log": "what happened"},
+        ("none", 60): {"engine": engine, "rows": [row]},
+        ("native-eagle3", 60): {"engine": None, "rows": [], "error": "1", "log": "what happened"},
     }
     found = json.loads(json.dumps(round_time.document(results, MODELS, chosen)))
     assert [r["method"] for r in found["rows"]] == ["none", "native-eagle3"]

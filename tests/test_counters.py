@@ -31,15 +31,31 @@ def random_step(seed, slots, rows, positions, drafters):
 def test_kernel_equals_naive(seed, slots, rows, positions, drafters):
     mapping, sampled, rejected, computed, prefill, state = random_step(seed, slots, rows, positions, drafters)
     results = []
-    for implementation in (naive, kernel):
+    for implementation, contemplates in ((naive, seed % 2 == 0), (kernel, seed % 2 == 0)):
         counts = torch.full((drafters, 3 + positions), 5, dtype=torch.int64, device=DEVICE)
         drafted_by = state.clone().to(DEVICE)
         arguments = [t.to(DEVICE) for t in (mapping, sampled, rejected, computed, prefill)]
-        implementation.record_acceptance(counts, drafted_by, *arguments)
+        implementation.record_acceptance(counts, drafted_by, *arguments, contemplates)
         implementation.mark_drafted(drafted_by, arguments[0][::2].contiguous(), drafters - 1)
         results.append((counts.cpu(), drafted_by.cpu()))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
+
+
+def test_contemplate_rows_are_no_drafts():
+    """15 drafts of the scheduler's are 7 nodes, and 8 contemplate rows that are always rejected."""
+    counters = AcceptanceCounters(("a",), 4, num_positions=7, device=torch.device(DEVICE), contemplates=True)
+    slots = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    counters.mark_drafted(slots, 0)
+    one = [torch.tensor([v], dtype=torch.int32, device=DEVICE) for v in (2, 3, 13)]
+    counters.record(*one, *(torch.full((4,), v, dtype=torch.int32, device=DEVICE) for v in (20, 10)))
+    counted = counters.snapshot()["a"]
+    assert counted == {
+        "drafts": 1,
+        "draft_tokens": 7,
+        "accepted_tokens": 2,
+        "accepted_per_position": [1, 1, 0, 0, 0, 0, 0],
+    }
 
 
 def test_what_counts_and_what_does_not():

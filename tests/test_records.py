@@ -214,7 +214,7 @@ def test_batched_builders_make_the_same_trees(seed):
         module.best_first(log_probs=scores, tokens=tokens, num_nodes=num_nodes, out=out)
     assert all(map(torch.equal, *outs))
 
-    sizes = {"num_nodes": num_nodes, "depth": depth, "top_k": k, "max_num_reqs": num_reqs}
+    sizes = {"num_nodes": num_nodes, "depth": depth, "top_k": k, "max_num_reqs": num_reqs, "first_row": seed % 3}
     ours, truth = (module.DynamicTree(**sizes, device=torch.device("cpu")) for module in (batched, naive))
     scores, tokens = random_scores(seed, num_reqs, k), torch.randint(0, 99, (num_reqs, k))
     beams = [tree.start(scores, tokens) for tree in (ours, truth)]
@@ -231,8 +231,9 @@ def test_batched_builders_make_the_same_trees(seed):
     assert all(map(torch.equal, *outs))
 
 
+@pytest.mark.parametrize("has_future", [False, True])
 @pytest.mark.parametrize("level", [1, 2])
-def test_batched_levels_get_the_same_inputs(level):
+def test_batched_levels_get_the_same_inputs(level, has_future):
     num_reqs, k, width = 3, 4, 10
     rows_before = 1 if level == 1 else k
     given = {
@@ -241,6 +242,7 @@ def test_batched_levels_get_the_same_inputs(level):
         "root_positions": torch.tensor([5, 98, 0, 7], device=DEVICE),
         "level": level,
         "last_position": 99,
+        "has_future": has_future,
     }
     made = []
     for module in (levels, batched_levels):
@@ -249,6 +251,10 @@ def test_batched_levels_get_the_same_inputs(level):
         module.prepare_level(**given, states=states, positions=positions)
         made.append((states, positions))
     assert all(map(torch.equal, *made))
+    states, positions = made[0]
+    if has_future:  # a request's last row: behind the level's nodes, and its state is left alone
+        assert positions[:15].view(3, 5)[:, -1].tolist() == [5 + level + 1, 99, level + 1]
+        assert (states[:15].view(3, 5, width)[:, -1] == -77).all() and (states[15:] == -77).all()
 
 
 # -- real engines -------------------------------------------------------------------------------------------------

@@ -197,10 +197,11 @@ DYNAMIC_SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("impossible", [0.0, 0.6])
+@pytest.mark.parametrize(("impossible", "first_row"), [(0.0, 0), (0.6, 1), (0.3, 31)])
 @pytest.mark.parametrize(("reqs", "nodes", "depth", "top_k"), DYNAMIC_SHAPES)
-def test_dynamic_equals_naive(reqs, nodes, depth, top_k, impossible):
+def test_dynamic_equals_naive(reqs, nodes, depth, top_k, impossible, first_row):
     sizes = {"num_nodes": nodes, "depth": depth, "top_k": top_k, "max_num_reqs": reqs + 2, "device": DEVICE}
+    sizes["first_row"] = first_row
     ours, twin = DynamicTree(**sizes), naive.DynamicTree(**sizes)
     # Twice: what one tree leaves in the buffers must not show in the next, which has fewer requests and levels.
     for seed, num_reqs, levels in ((50, reqs, depth), (90, max(reqs - 1, 1), max(depth - 1, 1))):
