@@ -146,7 +146,8 @@ def script_drafts(worker: Any, texts: dict[int, list[int]]) -> None:
                 prompt, total = int(states.prompt_len.np[slot]), int(states.total_len.gpu[slot])
                 text = texts.get(prompt, [])[total - prompt :] + [0] * num_nodes
                 generator = torch.Generator().manual_seed(1000 * prompt + total)
-                parents = [int(torch.randint(0, min(node + 1, 5), (1,), generator=generator)) for node in range(num_nodes)]
+                above = (min(node + 1, 5) for node in range(num_nodes))  # so that no path is deeper than 5
+                parents = [int(torch.randint(0, most, (1,), generator=generator)) for most in above]
                 tokens = torch.randint(0, 4096, (num_nodes,), generator=generator)
                 parents[:4], tokens[:4] = range(4), torch.tensor(text[:4])
                 tree.tokens[row], tree.sizes[row] = tokens, num_nodes
@@ -203,7 +204,9 @@ def test_ordinary_rows_have_the_same_logits_with_and_without_contemplate_rows(pl
     for mine, theirs in zip(beside, without, strict=True):
         assert len(mine) == len(theirs) > 3
         assert max(len(step) for step in mine) == 3 * 32
-        assert all(map(torch.equal, mine, theirs))
+        # The prompts' own step holds the same rows, in whatever order vLLM took the requests.
+        assert torch.equal(*(step[step[:, 0].argsort()] for step in (mine[0], theirs[0])))
+        assert all(map(torch.equal, mine[1:], theirs[1:]))
 
 
 # -- with everything else -------------------------------------------------------------------------------------------
