@@ -23,6 +23,8 @@ METHODS = (
     "flashhead",
     "eagle3-tree",
     "eagle3-heterospec",
+    "confu",
+    "confu-tree",
     "dflash-tree",
     "dflash-continuity",
     "dart-nongram",
@@ -44,7 +46,11 @@ SURE = 1e9
 """A Phi that every tree is below, in nats."""
 # EAGLE-3's tree, sized by request and round.
 ADAPTIVE = "eagle3-heterospec"
-TREES = ("eagle3-tree", ADAPTIVE, "dflash-tree", *SEARCHED, *ROUTED)
+# EAGLE-3's drafts, for which the target contemplates; beside what each costs without.
+CONTEMPLATING = {"confu": "eagle3", "confu-tree": "eagle3-tree"}
+TREES = ("eagle3-tree", ADAPTIVE, "confu-tree", "dflash-tree", *SEARCHED, *ROUTED)
+MATCHED = (*TREES, "confu")
+"""Methods that sample-and-match alone can verify: their rows are no chain's."""
 
 
 def speculative_config(method: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any] | None:
@@ -72,6 +78,9 @@ def speculative_config(method: str, models: dict[str, str], options: argparse.Na
         drafters = {kind: {"model": models[kind], **extra} for kind in ("eagle3", "dflash")}
         router = {"policy": "fixed", "drafter": name}
         return {"method": meta, **length, "drafters": drafters, "router": router, **ours}
+    if method == "confu":  # whole chains at every batch size, as EAGLE-3's are
+        tree = {"type": "chain", "by_batch_size": {"1": options.tokens}}
+        return {"method": method, "model": models[method], **length, "tree": tree}
     config = {"method": name, "model": models[name], **length, **extra}
     return config if meta == "native" else config | {"tree": {"type": "chain"}, **ours}
 
@@ -79,7 +88,7 @@ def speculative_config(method: str, models: dict[str, str], options: argparse.Na
 def _tree_config(kind: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
     # Whole trees at every batch size: what they cost is what is asked here.
     whole = {"num_nodes": options.nodes, "by_batch_size": {"1": options.nodes}}
-    if kind == "eagle3":
+    if kind in ("eagle3", "confu"):
         tree = {"type": "dynamic", "depth": TREE_DEPTH, "top_k": TREE_TOP_K, **whole}
         return {"method": kind, "model": models[kind], "tree": tree}
     tree = {"type": "best_first", **whole}
@@ -117,9 +126,47 @@ def query_lengths(method: str, options: argparse.Namespace) -> set[int]:
         lengths.add(options.tokens)  # the last accepted entry is the first of its query rows
     if method in TREES:
         lengths |= {options.nodes + 1, TREE_TOP_K}
+    if method in CONTEMPLATING:
+        # A contemplate row for every verified one; a future beside every level's nodes.
+        nodes, level = (options.nodes, TREE_TOP_K) if method in TREES else (options.tokens, 1)
+        lengths = {1, 2 * nodes + 2, level + 1}
     if method == ADAPTIVE:
         lengths |= {width + 1 for width in paper_policy(options).widths}
     return lengths
+
+
+def with_nodes(options: argparse.Namespace, num_nodes: int) -> argparse.Namespace:
+    """The same options with trees of so many draft tokens."""
+    return argparse.Namespace(**vars(options) | {"nodes": num_nodes})
+
+
+def contemplation(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What contemplating costs: each ConFu row beside the row of EAGLE-3's drafts of the same size.
+
+    Args:
+        rows: of ``round_time.document``.
+
+    Returns:
+        For each batch size of a ConFu method whose counterpart ran, too: ``round_ms``, ``target_ms``, ``draft_ms`` and
+        ``rest_ms``, medians on the device (on the host where there is no GPU), each with and without; and
+        ``share_of_round``, which part of ConFu's round EAGLE-3's does not take.
+    """
+    found = []
+    by_size = {(row["method"], row["num_nodes"], row.get("batch_size")): row for row in rows}
+    for (method, num_nodes, batch_size), row in by_size.items():
+        plain = by_size.get((CONTEMPLATING.get(method, ""), num_nodes, batch_size), {})
+        clock = "device_ms" if row.get("device_ms") else "host_ms"
+        if not row.get(clock) or not plain.get(clock):
+            continue
+        medians = {
+            f"{part}_ms": {"with": row[clock][part]["median"], "without": plain[clock][part]["median"]}
+            for part in ("round", "target", "draft", "rest")
+        }
+        whole = medians["round_ms"]
+        share = round(1 - whole["without"] / whole["with"], 4)
+        head = {"method": method, "beside": CONTEMPLATING[method], "num_nodes": num_nodes, "batch_size": batch_size}
+        found.append(head | {"clock": clock, **medians, "share_of_round": share})
+    return found
 
 
 def paper_policy(options: argparse.Namespace) -> AdaptivePolicy:
@@ -151,9 +198,9 @@ def model_folders(options: argparse.Namespace, folder: Path) -> dict[str, str]:
     """Where the models are: those of the user, or dummies below ``folder``.
 
     Returns:
-        The folders ``target``, ``eagle3``, ``dflash``, ``dart``, ``draft-model`` and ``router``, and, made only where
-        one of the methods wants them, the file ``ngram`` of a store, the folder ``clusters`` of a head and the file
-        ``calibration`` of adaptive trees.
+        The folders ``target``, ``eagle3``, ``confu``, ``dflash``, ``dart``, ``draft-model`` and ``router``, and, made
+        only where one of the methods wants them, the file ``ngram`` of a store, the folder ``clusters`` of a head and
+        the file ``calibration`` of adaptive trees.
     """
     if not options.checkpoints:
         shape = SHAPES[options.shape]
@@ -171,7 +218,8 @@ def model_folders(options: argparse.Namespace, folder: Path) -> dict[str, str]:
         return {name: str(path) for name, path in found.items()}
     hidden_size = json.loads((options.checkpoints / "target" / "config.json").read_text())["hidden_size"]
     save_router(folder / "router", random_router(hidden_size))
-    found = {name: options.checkpoints / name for name in ("target", "eagle3", "dflash", "dart", "draft-model")}
+    drafters = ("eagle3", "confu", "dflash", "dart", "draft-model")
+    found = {name: options.checkpoints / name for name in ("target", *drafters)}
     found["clusters"] = options.checkpoints / "flashhead-draft-model"
     found["calibration"] = options.checkpoints / "heterospec" / "calibration.json"
     found |= {"router": folder / "router", "ngram": options.checkpoints / "ngram" / "store.safetensors"}

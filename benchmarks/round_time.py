@@ -24,7 +24,17 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from methods import METHODS, TREE_DEPTH, TREES, model_folders, query_lengths, speculative_config
+from methods import (
+    MATCHED,
+    METHODS,
+    TREE_DEPTH,
+    TREES,
+    contemplation,
+    model_folders,
+    query_lengths,
+    speculative_config,
+    with_nodes,
+)
 from shapes import SHAPES
 
 GRAPHS = {
@@ -49,7 +59,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--batch-sizes", type=numbers, default=[1, 8, 32], help="requests that decode together, comma-separated")
     add("--context", type=int, default=512, help="prompt tokens of each request")
     add("--tokens", type=int, default=7, help="draft tokens a round (K); levels of the trees of DFlash and DART")
-    add("--nodes", type=int, default=60, help="draft tokens a round of the tree methods")
+    add("--nodes", type=numbers, default=[60], help="draft tokens a round of the tree methods, comma-separated")
     add("--rounds", type=int, default=64, help="decode rounds to measure, for each batch size")
     add("--threshold", type=float, help="of the routed methods' router (default: as measured at start-up)")
     add("--temperature", type=float, default=0.0, help="of the target's sampling")
@@ -69,11 +79,14 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, help="also write the document to this file")
     add("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    options.tree_sizes, options.nodes = options.nodes, options.nodes[0]
     by_chance = options.acceptance is not None
     if options.methods is None:
-        options.methods = [method for method in METHODS if not (by_chance and method in TREES)]
-    elif by_chance and any(method in TREES for method in options.methods):
-        parser.error("--acceptance is of vLLM's rejection sampler, which verifies chains only: leave out the trees")
+        options.methods = [method for method in METHODS if not (by_chance and method in MATCHED)]
+    elif by_chance and any(method in MATCHED for method in options.methods):
+        parser.error(
+            "--acceptance is of vLLM's rejection sampler, which verifies chains only: leave out the trees and confu"
+        )
     return options
 
 
@@ -124,6 +137,7 @@ def _num_tokens(options: argparse.Namespace) -> int:
 def run_child(options: argparse.Namespace) -> None:
     """Measure one method; the result goes into the file that ``--child`` names, with the method and the models."""
     job = json.loads(options.child)
+    options = with_nodes(options, job["num_nodes"])
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if options.own_process else "0"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # our own functions go to our own engine process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
@@ -251,10 +265,11 @@ def kernels_interpreted() -> bool:
 
 def run_method(method: str, models: dict[str, str], folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """One child process; its result, or ``error`` with the last lines that it wrote."""
-    job = {"method": method, "models": models, "result": str(folder / f"{method}.json")}
+    name = f"{method}-{options.nodes}" if method in TREES else method
+    job = {"method": method, "models": models, "result": str(folder / f"{name}.json"), "num_nodes": options.nodes}
     Path(job["result"]).unlink(missing_ok=True)
     command = [sys.executable, str(Path(__file__).resolve()), *sys.argv[1:], "--child", json.dumps(job)]
-    log = folder / f"{method}.log"
+    log = folder / f"{name}.log"
     with log.open("wb") as output:
         try:
             status: Any = subprocess.run(command, stdout=output, stderr=output, timeout=options.timeout).returncode
@@ -266,13 +281,19 @@ def run_method(method: str, models: dict[str, str], folder: Path, options: argpa
     return {"engine": None, "rows": [], "error": f"{status}", "log": log.read_text(errors="replace")[-2000:]}
 
 
-def document(results: dict[str, dict[str, Any]], models: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
-    """The JSON document: ``meta``, and ``rows``, one for each method and batch size."""
+def document(
+    results: dict[tuple[str, int], dict[str, Any]], models: dict[str, str], options: argparse.Namespace
+) -> dict[str, Any]:
+    """The JSON document: ``meta``, ``rows``, one for each method, tree size and batch size, and ``contemplation``.
+
+    ``results`` are those of :func:`run_method`, by method and draft tokens of a tree.
+    """
     rows = []
-    for method, result in results.items():
-        config = speculative_config(method, models, options)
+    for (method, num_nodes), result in results.items():
+        config = speculative_config(method, models, with_nodes(options, num_nodes))
         head = {
             "method": method,
+            "num_nodes": num_nodes if method in TREES else None,
             "proposer": None if config is None else ("vllm" if method.startswith("native-") else "vllm_crossspec"),
             "speculative_config": config,
             "engine": result["engine"],
@@ -280,10 +301,10 @@ def document(results: dict[str, dict[str, Any]], models: dict[str, str], options
         if "error" in result:
             rows.append(head | {"error": result["error"], "log": result["log"]})
         rows += [head | row for row in result["rows"]]
-    return {"meta": meta(results, options), "rows": rows}
+    return {"meta": meta(results, options), "rows": rows, "contemplation": contemplation(rows)}
 
 
-def meta(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
+def meta(results: dict[Any, dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
     """What ran, on what."""
     engines = [r["engine"] for r in results.values() if r["engine"]]
     kind = None
@@ -301,7 +322,7 @@ def meta(results: dict[str, dict[str, Any]], options: argparse.Namespace) -> dic
         "note": NOT_MEANINGFUL.get(kind or ""),
         **_weights(options),
         "num_speculative_tokens": options.tokens,
-        "num_nodes": options.nodes,
+        "num_nodes": options.tree_sizes,
         "graphs": options.graphs,
         "engine_in_own_process": options.own_process,
     }
@@ -350,19 +371,24 @@ def main() -> int:
     # A child must not outlive this process: subprocess.run ends it where an exception passes.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     folder = options.folder or Path(tempfile.mkdtemp(prefix="round-time-"))
-    models = model_folders(options, folder)
     print(f"configs and logs: {folder}", file=sys.stderr)
     results = {}
-    for method in options.methods:
-        started = time.perf_counter()
-        results[method] = run_method(method, models, folder, options)
-        state = "failed" if "error" in results[method] else "done"
-        print(f"{method}: {state} in {time.perf_counter() - started:.0f} s", file=sys.stderr)
-    found = document(results, models, options)
+    for num_nodes in options.tree_sizes:
+        sized = with_nodes(options, num_nodes)
+        models = model_folders(sized, folder)
+        for method in options.methods:
+            if method not in TREES and num_nodes != options.nodes:
+                continue  # has no tree: once is enough
+            started = time.perf_counter()
+            found = results[method, num_nodes] = run_method(method, models, folder, sized)
+            state = "failed" if "error" in found else "done"
+            size = f", {num_nodes} nodes" if method in TREES else ""
+            print(f"{method}{size}: {state} in {time.perf_counter() - started:.0f} s", file=sys.stderr)
+    whole = document(results, models, options)
     if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
-    print(json.dumps(found))
-    return 1 if any("error" in row for row in found["rows"]) else 0
+        options.json.write_text(json.dumps(whole, indent=1) + "\n")
+    print(json.dumps(whole))
+    return 1 if any("error" in row for row in whole["rows"]) else 0
 
 
 if __name__ == "__main__":

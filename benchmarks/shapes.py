@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
+from vllm_crossspec.drafters.confu.checkpoint import ARCHITECTURE, MODEL_TYPE
 from vllm_crossspec.heads.flashhead.assets import Assets, save_assets
 from vllm_crossspec.router.checkpoint import RouterCheckpoint, RouterFacts, save_router
 
@@ -29,6 +30,7 @@ class Shape(NamedTuple):
         dflash_block: tokens of a DFlash block, the last accepted one included.
         mask_token_id: the token that DFlash drafts in place of.
         dart_tokens: that one forward of the DART drafter drafts.
+        soft_prompts, experts, top_experts: of the ConFu drafter.
         eos_token_id: of the target.
         max_positions: longest context.
     """
@@ -46,6 +48,9 @@ class Shape(NamedTuple):
     dflash_block: int = 16
     mask_token_id: int = 151669
     dart_tokens: int = 8
+    soft_prompts: int = 16
+    experts: int = 8
+    top_experts: int = 2
     eos_token_id: int = 151645
     max_positions: int = 40960
 
@@ -77,7 +82,7 @@ CLUSTER_SIZE, NUM_PROBES = 16, 256
 
 
 def write_models(folder: Path, shape: Shape) -> dict[str, Path]:
-    """Write the folders ``target``, ``eagle3``, ``dflash``, ``dart``, ``draft-model`` and ``router`` below ``folder``.
+    """Write the folders of the target, the drafters and a ``router`` below ``folder``.
 
     Returns:
         The path of each, by that name.
@@ -85,6 +90,7 @@ def write_models(folder: Path, shape: Shape) -> dict[str, Path]:
     configs = {
         "target": target_config(shape),
         "eagle3": eagle3_config(shape),
+        "confu": confu_config(shape),
         "dflash": dflash_config(shape),
         "dart": dart_config(shape),
         "draft-model": target_config(draft_model_shape(shape)),
@@ -143,6 +149,40 @@ def eagle3_config(shape: Shape) -> dict[str, Any]:
         "num_hidden_layers": 1,
         "draft_vocab_size": shape.draft_vocab_size,
         "tie_word_embeddings": False,
+    }
+
+
+def confu_config(shape: Shape) -> dict[str, Any]:
+    """``config.json`` of a ConFu drafter (docs/confu.md), of no target's weights in particular."""
+    return {
+        "architectures": [ARCHITECTURE],
+        "speculators_model_type": MODEL_TYPE,
+        "draft_vocab_size": shape.draft_vocab_size,
+        "target_hidden_size": shape.hidden_size,
+        # What vLLM taps for an EAGLE-3 drafter whose config names no layers.
+        "eagle_aux_hidden_state_layer_ids": [2, shape.num_layers // 2, shape.num_layers - 3],
+        "norm_before_residual": False,
+        "num_soft_prompts": shape.soft_prompts,
+        "num_experts": shape.experts,
+        "top_experts": shape.top_experts,
+        "target": {
+            "name": "dummy",
+            "config": None,
+            "weights": None,
+            "num_hidden_layers": shape.num_layers,
+            "num_key_value_heads": shape.num_kv_heads,
+            "head_dim": shape.head_dim,
+        },
+        "speculators_config": {
+            "algorithm": MODEL_TYPE,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 7}],
+            "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "target"},
+        },
+        "torch_dtype": "bfloat16",
+        "transformer_layer_config": _layer_config(shape)
+        | {"model_type": "llama", "num_hidden_layers": 1, "mlp_bias": False, "rope_scaling": None}
+        | {"tie_word_embeddings": False},
     }
 
 

@@ -48,7 +48,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--json", type=Path, help="also write the document to this file")
     options = parser.parse_args(argv)
     others = round_time.arguments(["--methods", METHOD, "--threshold", "0"])
-    options.context, options.rounds = max(options.contexts), 1
+    options.context, options.rounds, options.tree_sizes = max(options.contexts), 1, [options.nodes]
     return argparse.Namespace(**vars(others) | vars(options))
 
 

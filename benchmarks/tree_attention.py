@@ -76,7 +76,8 @@ def make_batch(step: Step, context: int, shape: Shape) -> Batch:
 
     out = {"prefix_len": int32(num_reqs), "num_live": int32(num_reqs)}
     row_mask = int32(num_reqs * width, -(-width // 32))
-    inputs = {name: getattr(step, name) for name in Step._fields[:8]}
+    inputs = {name: getattr(step, name) for name in Step._fields[:8] if name != "cu_num_logits"}
+    inputs["cu_rows"] = step.cu_num_logits
     prepare_rows(**inputs, **out, row_mask=row_mask, max_depth=DEPTH)
     # Not what the kernel says: a rehearsal's kernels say nothing, and their lengths would be zero.
     prefix_len = torch.full_like(out["prefix_len"], context)

@@ -116,8 +116,9 @@ class Contemplation:
     @property
     def num_bytes(self) -> int:
         """Memory beside the drafter's weights: the buffers, and the soft prompts as the target's layers read them."""
-        buffers = (self.futures, self.embeds, self.has_future, self.inputs_embeds)
-        return sum(x.nbytes for x in buffers) + self.soft_bytes
+        own = (self.futures, self.embeds, self.has_future, self.inputs_embeds)
+        logits_rows = (self._rows, self._slots, self._places)
+        return sum(x.nbytes for x in (*own, *logits_rows)) + self.soft_bytes
 
     # -- what the target sees -----------------------------------------------------------------------------------
 

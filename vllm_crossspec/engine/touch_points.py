@@ -492,6 +492,12 @@ TOUCH_POINTS = (
         "stood in for on the instance: CUDA graphs read the same embeddings",
     ),
     TouchPoint(
+        f"{_GPU}.model_states.default",
+        "DefaultModelState.dummy_inputs_embeds",
+        "self num_tokens",
+        "stood in for on the instance: so do dummy runs",
+    ),
+    TouchPoint(
         f"{_GPU}.structured_outputs",
         "_build_grammar_mapping",
         "req_ids grammar_req_ids cu_num_logits_np num_draft_tokens_per_req num_bonus_tokens mask_stride",
