@@ -1,7 +1,8 @@
 """Reading ``--speculative-config``: checked before anything is loaded, and one sentence for what is wrong.
 
 A dictionary is ours when its method is ours alone (``whiflash``, ``dart``, ``confu``), or when it is ``eagle3`` or
-``dflash`` with any of our keys (``tree``, ``head``, ``verification``). Everything else is vLLM's own and stays untouched.
+``dflash`` with any of our keys (``tree``, ``head``, ``verification``). Everything else is vLLM's own and stays
+untouched.
 """
 
 from collections.abc import Collection, Mapping
