@@ -188,20 +188,24 @@ def show_soft_prompts(worker: Any) -> None:
 
 
 def keep_contemplate_rows(worker: Any) -> None:
-    """Contemplate rows are not rejected: their keys and values count as the text's."""
+    """Keys and values of contemplate rows stay, in the place of those of the rows that they belong to."""
 
     def wrapper(original):
-        def rejection_sampler(logits, batch, *rest):
-            state = worker.model_runner.tree_state
-            rows, state.cu_rows = state.cu_rows, None
-            try:
-                return original(logits, batch, *rest)
-            finally:
-                state.cu_rows = rows
+        def prepare_attn(batch):
+            tables, slots = original(batch)
+            rows = worker.model_runner.tree_state.cu_rows
+            for index in range(batch.num_reqs if rows is not None else 0):
+                num_rows = int(rows[index + 1] - rows[index])
+                first, nodes = int(batch.query_start_loc_np[index + 1]) - num_rows, (num_rows - 2) // 2
+                if num_rows > 1:
+                    own = slots[:, first : first + nodes + 1].clone()
+                    slots[:, first : first + nodes + 1] = -1
+                    slots[:, first + nodes + 1 : first + 2 * nodes + 2] = own
+            return tables, slots
 
-        return rejection_sampler
+        return prepare_attn
 
-    _replace(worker, worker.model_runner, "rejection_sampler", wrapper)
+    _replace(worker, worker.model_runner, "prepare_attn", wrapper)
 
 
 def foresee_noise(worker: Any) -> None:
