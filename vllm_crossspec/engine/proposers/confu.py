@@ -111,11 +111,10 @@ class ConfuProposer(Eagle3TreeProposer):
         """Each request's future into the last row of its levels: the state, and the embedding that its root chooses."""
         made, model = self.contemplation, self.model
         rows = self.level_states[: num_reqs * self.level_rows].view(num_reqs, self.level_rows, -1)
-        rows[:, -1] = model.no_future_embed
-        if made is not None:  # vLLM profiles its memory before the target is told
-            slots = self.idx_mapping[:num_reqs].clamp(min=0)
-            has_future = made.has_future.index_select(0, slots)[:, None] > 0
-            rows[:, -1] = torch.where(has_future, made.futures.index_select(0, slots), model.no_future_embed)
+        assert made is not None
+        slots = self.idx_mapping[:num_reqs].clamp(min=0)
+        has_future = made.has_future.index_select(0, slots)[:, None] > 0
+        rows[:, -1] = torch.where(has_future, made.futures.index_select(0, slots), model.no_future_embed)
         self.level_embeds[:num_reqs, -1] = model.future_embed(self.hidden_states[:num_reqs])
         self.skips[:num_reqs, 0] = model.future_skip(rows[:, -1])
 
@@ -130,15 +129,7 @@ class ConfuProposer(Eagle3TreeProposer):
         """See the base class; level 0 is the root, whose own keys and values are in the paged cache."""
         num_reqs, top_k = beam.tokens.shape
         rows = num_reqs * self.level_rows
-        self.prepare_level(
-            parent_states=states,
-            beam_parents=beam.parents,
-            root_positions=self.input_buffers.positions,
-            states=self.level_states,
-            positions=self.level_positions,
-            level=level,
-            last_position=self.max_model_len - 1,
-        )
+        self._prepare_beam(level, beam, states)
         self.level_states[:rows].view(num_reqs, self.level_rows, -1)[:, :top_k] += self.skips[:num_reqs]
         embeds, masks = self.level_embeds[:num_reqs], self.level_masks[:num_reqs]
         embeds[:, :top_k] = self.model.embed_input_ids(beam.tokens.reshape(-1)).view(num_reqs, top_k, -1)

@@ -358,6 +358,13 @@ class Eagle3TreeProposer(Eagle3Proposer):
         """
         num_reqs = beam.tokens.shape[0]
         rows = num_reqs * self.level_rows
+        self._prepare_beam(level, beam, states)
+        self._attach_tails(attn_metadata, level, num_reqs, beam.masks)
+        out, states = self._forward_level(beam.tokens.reshape(rows), attn_metadata, num_tokens_across_dp)
+        return out, states, self.level_positions[:rows]
+
+    def _prepare_beam(self, level: int, beam: Beam, states: torch.Tensor) -> None:
+        """States and positions of one level's nodes, from the ``states`` of the level before."""
         self.prepare_level(
             parent_states=states,
             beam_parents=beam.parents,
@@ -367,9 +374,6 @@ class Eagle3TreeProposer(Eagle3Proposer):
             level=level,
             last_position=self.max_model_len - 1,
         )
-        self._attach_tails(attn_metadata, level, num_reqs, beam.masks)
-        out, states = self._forward_level(beam.tokens.reshape(rows), attn_metadata, num_tokens_across_dp)
-        return out, states, self.level_positions[:rows]
 
     def _attach_tails(
         self, attn_metadata: dict[str, Any] | None, level: int, num_reqs: int, masks: torch.Tensor
