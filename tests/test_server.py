@@ -17,6 +17,7 @@ MAX_TOKENS = 32
 SPECS = {
     "eagle3": engines.ours("eagle3", engines.EAGLE3),
     "dflash": engines.ours("dflash", engines.DFLASH),
+    "confu": engines.ours("confu", engines.CONFU),
 }
 
 
