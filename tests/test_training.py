@@ -61,6 +61,23 @@ def _losses(folder: Path) -> list[float]:
     return [json.loads(line)["loss"] for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
+def test_a_finished_run_goes_on_with_more_steps(tmp_path, responses, target_folder):
+    """Where the rate is flat and no step decays it, more steps are what one longer run would have made."""
+    flat = {"lr": 2e-3, "warmup": 1, "decay": 0.0, "save_every": 2}
+    train_eagle3(responses, target_folder, tmp_path / "long", EAGLE3, LoopConfig(steps=6, **flat))
+    out = tmp_path / "prolonged"
+    train_eagle3(responses, target_folder, out, EAGLE3, LoopConfig(steps=4, **flat))
+    train_eagle3(responses, target_folder, out, EAGLE3, LoopConfig(steps=6, **flat))
+    assert _losses(out) == _losses(tmp_path / "long")
+    assert json.loads((out / "recipe.json").read_text())["steps"] == 6
+    # Fewer steps than it has made, or another rate, are another run's.
+    with pytest.raises(ValueError, match="--steps 5: .*state.pt has 6 behind it; give more, or another --out"):
+        train_eagle3(responses, target_folder, out, EAGLE3, LoopConfig(steps=5, **flat))
+    with pytest.raises(ValueError, match="of a run with other lr"):
+        train_eagle3(responses, target_folder, out, EAGLE3, LoopConfig(steps=8, **flat | {"lr": 1e-3}))
+    assert _losses(out) == _losses(tmp_path / "long")
+
+
 def test_eagle3_checkpoint_is_safeailabs_format(tmp_path, responses, target_folder):
     train_eagle3(responses, target_folder, tmp_path, EAGLE3, LoopConfig(steps=1))
     tensors = load_file(tmp_path / "model" / "model.safetensors")

@@ -10,7 +10,12 @@ Data = Annotated[Path, typer.Option(help="Folder of train-*.jsonl[.gz] and dev-*
 Responses = Annotated[Path, typer.Option(help="Folder that `crossspec train generate` wrote for this target.")]
 Target = Annotated[Path, typer.Option(help="Hugging Face folder of the target (config.json and safetensors).")]
 Out = Annotated[Path, typer.Option(help="Work folder: what is made, and what a stopped run needs to go on.")]
-Steps = Annotated[int, typer.Option(min=1, help="Optimizer steps in all; the rate decays over the last part of them.")]
+Steps = Annotated[
+    int,
+    typer.Option(
+        min=1, help="Optimizer steps in all; the rate decays over the last part. A finished run goes on with more."
+    ),
+]
 Rate = Annotated[float, typer.Option(min=0.0, help="Peak learning rate of Muon (matrices) and AdamW (the rest).")]
 Seed = Annotated[int, typer.Option(min=0, help="Of weights, data order and every other draw.")]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves the choice to torch.")]

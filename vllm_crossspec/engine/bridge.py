@@ -174,9 +174,7 @@ def resolve(settings: CrossSpecConfig, target: TargetFacts, has_weights: bool = 
         num_tokens = wanted or facts.default_draft_tokens
         if tree.is_chain and drafter_kind(drafter.kind, "").contemplates:
             # The rows of a chain are the rows of a tree in which every node has one child.
-            tree = tree.model_copy(
-                update={"type": "dynamic", "depth": num_tokens, "top_k": 1, "num_nodes": num_tokens}
-            )
+            tree = tree.model_copy(update={"type": "dynamic", "depth": num_tokens, "top_k": 1, "num_nodes": num_tokens})
         folder = Path(drafter.model).expanduser()
         drafters[name] = drafter.model_copy(
             update={

@@ -52,7 +52,7 @@ def run_training(
         return acceptance(held_out[: config.eval_rows])
 
     recipe = asdict(config) | asdict(loop) | {"data": str(data.resolve()), "target": str(target_folder.resolve())}
-    claim(out, "recipe.json", recipe)
+    claim(out, "recipe.json", recipe, may_change=("steps",))
     stream = generation_batches(rows, config.rows_per_step, loop.seed)
     Trainer(model, stream, lambda _, b, g: loss(b.to(place), g), out, loop, evaluate).run(title)
     write()

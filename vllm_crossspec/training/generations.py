@@ -3,7 +3,7 @@
 import gzip
 import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -81,8 +81,11 @@ def read_generations(folder: Path, split: str, vocab_size: int) -> list[Generati
     return rows
 
 
-def claim(out: Path, record: str, settings: dict[str, Any]) -> None:
+def claim(out: Path, record: str, settings: dict[str, Any], may_change: Collection[str] = ()) -> None:
     """Mark ``out`` as the work of a run with ``settings`` (the file ``record``), or see that it already is.
+
+    Args:
+        may_change: settings that a run which goes on may have otherwise than before.
 
     Raises:
         ValueError: it is the work of a run with other settings.
@@ -91,7 +94,8 @@ def claim(out: Path, record: str, settings: dict[str, Any]) -> None:
     path = out / record
     if path.exists():
         old = json.loads(path.read_text())
-        other = sorted(key for key in settings.keys() | old.keys() if settings.get(key) != old.get(key))
+        keys = (settings.keys() | old.keys()) - set(may_change)
+        other = sorted(key for key in keys if settings.get(key) != old.get(key))
         if other:
             raise ValueError(f"--out {out} is of a run with other {', '.join(other)}; give another folder or --restart")
     path.write_text(json.dumps(settings, indent=1) + "\n")

@@ -83,6 +83,9 @@ def make_optimizers(model: torch.nn.Module, config: LoopConfig) -> list[torch.op
 class Trainer:
     """Runs ``loss_fn`` over ``data`` for ``config.steps`` steps; resumes from ``out/state.pt`` when it is there.
 
+    A run that still gained when it ended goes on with more ``config.steps``: its rate rises again, and decays over the
+    last part of them all.
+
     Args:
         model: what is trained.
         data: endless iterator of batches; on resume it is advanced by the steps already done, so it must be a
@@ -162,8 +165,11 @@ class Trainer:
             return
         # Wherever the state was written, the optimizers and the model take it to their own device.
         state = torch.load(path, map_location="cpu", weights_only=True)
-        if state["config"] != asdict(self.config):
+        if state["config"] | {"steps": self.config.steps} != asdict(self.config):
             raise ValueError(f"{path} is of a run with other settings; give another --out or delete that file")
+        if self.config.steps < state["step"]:
+            done = f"{path} has {state['step']} behind it"
+            raise ValueError(f"--steps {self.config.steps}: {done}; give more, or another --out")
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
