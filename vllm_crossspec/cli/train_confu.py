@@ -67,7 +67,7 @@ def train_confu_command(
     threads: Threads = 0,
     resume: Resume = True,
 ) -> None:
-    """Train a ConFu drafter from an EAGLE-3 drafter (`--start`); the defaults are the pocket one.
+    """Train a ConFu drafter from an EAGLE-3 drafter (`--start`).
 
     The target stays as it is. What is learned: soft prompts and contemplate tokens, which make it predict where a text
     goes, and a drafter that reads this future. To see what futures are worth, compare with an EAGLE-3 drafter that

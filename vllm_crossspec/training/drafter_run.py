@@ -11,6 +11,9 @@ from vllm_crossspec.training.acceptance import report
 from vllm_crossspec.training.generations import Batch, Generation, claim, generation_batches, read_generations
 from vllm_crossspec.training.loop import LoopConfig, Trainer
 
+MAY_CHANGE = ("steps", "anchors_per_row", "replicas")
+"""What a run that goes on may have otherwise: how long it is, and which places of the same responses it draws."""
+
 Loss = Callable[[Batch, torch.Generator], tuple[torch.Tensor, dict[str, float]]]
 
 
@@ -52,7 +55,7 @@ def run_training(
         return acceptance(held_out[: config.eval_rows])
 
     recipe = asdict(config) | asdict(loop) | {"data": str(data.resolve()), "target": str(target_folder.resolve())}
-    claim(out, "recipe.json", recipe, may_change=("steps",))
+    claim(out, "recipe.json", recipe, may_change=MAY_CHANGE)
     stream = generation_batches(rows, config.rows_per_step, loop.seed)
     Trainer(model, stream, lambda _, b, g: loss(b.to(place), g), out, loop, evaluate).run(title)
     write()
