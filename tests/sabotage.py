@@ -209,14 +209,14 @@ def keep_contemplate_rows(worker: Any) -> None:
 
 
 def foresee_noise(worker: Any) -> None:
-    """The futures are made up."""
+    """The futures are made up, and large enough to drown what else a draft is made of."""
 
     def wrapper(original):
         def observe(*arguments):
             original(*arguments)
             made = worker.model_runner.contemplation
             generator = torch.Generator().manual_seed(0)
-            made.futures.copy_(torch.randn(made.futures.shape, generator=generator))
+            made.futures.copy_(30 * torch.randn(made.futures.shape, generator=generator))
 
         return observe
 
