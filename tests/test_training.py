@@ -74,6 +74,9 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path, responses, target_fold
     # What it draws from the responses may change as well; fewer steps than it has made, or another rate, may not.
     train_eagle3(responses, target_folder, out, replace(EAGLE3, anchors_per_row=2), LoopConfig(steps=7, **flat))
     assert _losses(out)[:6] == _losses(tmp_path / "long")
+    with pytest.raises(ValueError, match="of a run with other anchors_per_row, steps"):
+        train_eagle3(responses, target_folder, out, EAGLE3, LoopConfig(steps=5, **flat))
+    (out / "recipe.json").unlink()
     with pytest.raises(ValueError, match="--steps 5: .*state.pt has 7 behind it; give more, or another --out"):
         train_eagle3(responses, target_folder, out, EAGLE3, LoopConfig(steps=5, **flat))
     with pytest.raises(ValueError, match="of a run with other lr"):

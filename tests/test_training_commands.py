@@ -77,9 +77,11 @@ def test_a_draft_model_of_another_architecture_is_one_sentence(tmp_path, respons
 
 
 def test_other_settings_do_not_resume(tmp_path, responses, target_folder):
-    train_eagle3(responses, target_folder, tmp_path, EAGLE3, LoopConfig(steps=1))
+    train_eagle3(responses, target_folder, tmp_path, EAGLE3, LoopConfig(steps=2))
     with _raises("other steps"):
-        train_eagle3(responses, target_folder, tmp_path, EAGLE3, LoopConfig(steps=2))
+        train_eagle3(responses, target_folder, tmp_path, EAGLE3, LoopConfig(steps=1))
+    with _raises("other anchors_per_row"):  # without more steps nothing would be trained with them
+        train_eagle3(responses, target_folder, tmp_path, replace(EAGLE3, anchors_per_row=2), LoopConfig(steps=2))
 
 
 def test_text_without_rows_is_one_sentence(tmp_path, target_folder):

@@ -12,7 +12,7 @@ from vllm_crossspec.training.generations import Batch, Generation, claim, genera
 from vllm_crossspec.training.loop import LoopConfig, Trainer
 
 MAY_CHANGE = ("steps", "anchors_per_row", "replicas")
-"""What a run that goes on may have otherwise: how long it is, and which places of the same responses it draws."""
+"""What may be others in a run that goes on with more steps: how many, and the places of responses that it draws."""
 
 Loss = Callable[[Batch, torch.Generator], tuple[torch.Tensor, dict[str, float]]]
 

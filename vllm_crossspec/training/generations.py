@@ -85,7 +85,7 @@ def claim(out: Path, record: str, settings: dict[str, Any], may_change: Collecti
     """Mark ``out`` as the work of a run with ``settings`` (the file ``record``), or see that it already is.
 
     Args:
-        may_change: settings that a run which goes on may have otherwise than before.
+        may_change: settings that may be others in a run that goes on with more ``steps`` than before.
 
     Raises:
         ValueError: it is the work of a run with other settings.
@@ -94,7 +94,9 @@ def claim(out: Path, record: str, settings: dict[str, Any], may_change: Collecti
     path = out / record
     if path.exists():
         old = json.loads(path.read_text())
-        keys = (settings.keys() | old.keys()) - set(may_change)
+        keys = settings.keys() | old.keys()
+        if settings.get("steps", 0) > old.get("steps", 0):
+            keys -= set(may_change)
         other = sorted(key for key in keys if settings.get(key) != old.get(key))
         if other:
             raise ValueError(f"--out {out} is of a run with other {', '.join(other)}; give another folder or --restart")
