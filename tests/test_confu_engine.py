@@ -92,7 +92,7 @@ def test_a_broken_future_is_slow_and_never_wrong(llm, whole, plain, how):
 
 
 def test_without_futures_other_drafts_are_made_and_none_is_wrong(llm, whole, plain):
-    """That futures are read, not that they gain: in this batch, and in trees at large, none is shown (docs/confu.md)."""
+    """That futures are read, not that they gain: in this batch and in trees no gain is shown (docs/confu.md)."""
     (tokens, _), accepted = run_broken(llm, sabotage.foresee_nothing)
     assert tokens == plain[0]
     assert accepted != whole[1]
