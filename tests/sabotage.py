@@ -187,6 +187,22 @@ def show_soft_prompts(worker: Any) -> None:
     _show(worker, lambda state, nodes, num_rows: [(state.num_words - 1, (1 << state.num_soft) - 1)])
 
 
+def hide_soft_prompts(worker: Any) -> None:
+    """No row sees the soft prompts, contemplate rows neither: the text is the same, the futures are not."""
+
+    def wrapper(original):
+        def prepare_attn(batch):
+            prepared = original(batch)
+            state = worker.model_runner.tree_state
+            if state.cu_rows is not None:
+                state.row_mask[:, state.num_words - 1] = 0
+            return prepared
+
+        return prepare_attn
+
+    _replace(worker, worker.model_runner, "prepare_attn", wrapper)
+
+
 def keep_contemplate_rows(worker: Any) -> None:
     """Keys and values of contemplate rows stay, in the place of those of the rows that they belong to."""
 
@@ -209,14 +225,14 @@ def keep_contemplate_rows(worker: Any) -> None:
 
 
 def foresee_noise(worker: Any) -> None:
-    """The futures are made up, and large enough to drown what else a draft is made of."""
+    """The futures are made up."""
 
     def wrapper(original):
         def observe(*arguments):
             original(*arguments)
             made = worker.model_runner.contemplation
             generator = torch.Generator().manual_seed(0)
-            made.futures.copy_(30 * torch.randn(made.futures.shape, generator=generator))
+            made.futures.copy_(torch.randn(made.futures.shape, generator=generator))
 
         return observe
 

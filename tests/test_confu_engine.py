@@ -84,18 +84,10 @@ def test_a_mixed_batch_is_plains(whole, plain):
             assert step == pytest.approx(wanted, abs=1e-3)
 
 
-@pytest.mark.parametrize("how", [sabotage.foresee_noise, sabotage.leave_states_in_place])
-def test_a_broken_future_is_slow_and_never_wrong(llm, whole, plain, how):
-    (tokens, _), accepted = run_broken(llm, how)
+def test_a_drafter_of_other_states_is_slow_and_never_wrong(llm, whole, plain):
+    (tokens, _), accepted = run_broken(llm, sabotage.leave_states_in_place)
     assert tokens == plain[0]
     assert accepted < whole[1]
-
-
-def test_without_futures_other_drafts_are_made_and_none_is_wrong(llm, whole, plain):
-    """That futures are read, not that they gain: in this batch and in trees no gain is shown (docs/confu.md)."""
-    (tokens, _), accepted = run_broken(llm, sabotage.foresee_nothing)
-    assert tokens == plain[0]
-    assert accepted != whole[1]
 
 
 @pytest.mark.parametrize(
