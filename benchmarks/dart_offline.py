@@ -224,7 +224,7 @@ def tree_walk(places: Places, kind: str, weight: float, store: NgramStore | None
     )
 
     def draft(at: torch.Tensor) -> torch.Tensor:
-        tree = _empty_tree(len(at), options.nodes)
+        tree = empty_tree(len(at), options.nodes)
         builder.build(
             log_probs=places.log_probs[at],
             tokens=places.tokens[at],
@@ -236,7 +236,7 @@ def tree_walk(places: Places, kind: str, weight: float, store: NgramStore | None
     return walk(places, draft)
 
 
-def _empty_tree(num_reqs: int, num_nodes: int) -> TokenTree:
+def empty_tree(num_reqs: int, num_nodes: int) -> TokenTree:
     return TokenTree(
         torch.zeros(num_reqs, num_nodes, dtype=torch.int64),
         torch.zeros(num_reqs, num_nodes, dtype=torch.int32),

@@ -1,8 +1,9 @@
 """The pocket ConFu in engines: its futures and drafts are those of training's code, and chains gain by them."""
 
-import json
 import os
+import sys
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -10,10 +11,12 @@ import engines
 import pytest
 import sabotage
 import torch
-from safetensors.torch import load_file
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import confu_offline
 
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
-from vllm_crossspec.training.confu import ConfuConfig, ConfuDrafter
+from vllm_crossspec.training.generations import Generation
 from vllm_crossspec.training.states import FrozenTarget, load_target
 
 pytestmark = pytest.mark.e2e
@@ -47,19 +50,7 @@ def target():
 @pytest.fixture(scope="module")
 def trained(target):
     """The pocket drafter as training has it."""
-    config = json.loads((engines.CONFU / "config.json").read_text())
-    tensors = load_file(engines.CONFU / "model.safetensors")
-    kept = torch.arange(config["draft_vocab_size"]) + tensors.pop("d2t")
-    del tensors["t2d"]
-    names = ("num_soft_prompts", "num_experts", "top_experts", "draft_vocab_size")
-    sizes = {name: config[name] for name in names}
-    layer = config["transformer_layer_config"]
-    drafter = ConfuDrafter(
-        ConfuConfig(intermediate_size=layer["intermediate_size"], **sizes), target.config, kept, seed=0
-    )
-    weights = {name.replace("layers.0.", "midlayer."): x.float() for name, x in tensors.items()}
-    assert drafter.load_state_dict(weights, strict=False).missing_keys == ["kept"]
-    return drafter.eval()
+    return confu_offline.load_confu(engines.CONFU, engines.TARGET, target)
 
 
 # -- an engine's rounds against training's code ---------------------------------------------------------------------
@@ -125,6 +116,20 @@ def along_the_text(found: dict[str, Any], tokens: list[int]) -> Any:
         yield log_probs.view(-1, log_probs.shape[-1])[row], drafted.view(-1, drafted.shape[-1])[row]
 
 
+def watched(llm: Any, prompt: str, how: Any) -> tuple[int, list[int], list[dict[str, Any]]]:
+    """Length of the prompt, prompt and text, and the rounds in which the text was drafted."""
+    llm.collective_rpc(how)
+    llm.collective_rpc(watch_rounds)
+    tokens = llm.get_tokenizer().encode(prompt)
+    start = len(tokens)
+    try:
+        tokens += engines.generate(llm, [prompt], max_tokens=48)[0]
+        rounds = llm.collective_rpc(take_rounds)[0]
+    finally:
+        llm.collective_rpc(sabotage.mend)
+    return start, tokens, [r for r in rounds if r["nodes"] and start - 1 <= r["place"] < len(tokens) - 1]
+
+
 @torch.no_grad()
 def differences(llm: Any, target: Any, model: Any, how: Any) -> tuple[list[float], dict[int, list[float]]]:
     """Largest differences of the futures, one a round, and of the candidates' log-probabilities, by level."""
@@ -132,16 +137,7 @@ def differences(llm: Any, target: Any, model: Any, how: Any) -> tuple[list[float
     levels: dict[int, list[float]] = {}
     index = {token: number for number, token in enumerate(model.kept.tolist())}
     for prompt in engines.prompts(3):
-        llm.collective_rpc(how)
-        llm.collective_rpc(watch_rounds)
-        tokens = llm.get_tokenizer().encode(prompt)
-        first = len(tokens) - 1
-        try:
-            tokens += engines.generate(llm, [prompt], max_tokens=32)[0]
-            rounds = llm.collective_rpc(take_rounds)[0]
-        finally:
-            llm.collective_rpc(sabotage.mend)
-        rounds = [r for r in rounds if r["nodes"] and first <= r["place"] < len(tokens) - 1]
+        _, tokens, rounds = watched(llm, prompt, how)
         text = torch.tensor(tokens)[None]
         states, cache = target.states_and_cache(text)
         for before, found in pairwise([None, *rounds]):
@@ -177,6 +173,24 @@ def test_without_soft_prompts_futures_are_others(llm, target, trained):
 def test_other_states_make_other_drafts(llm, target, trained):
     _, levels = differences(llm, target, trained, sabotage.leave_states_in_place)
     assert max(max(found) for found in levels.values()) > 0.1
+
+
+@pytest.mark.parametrize("how", [sabotage.mend, sabotage.foresee_nothing])
+def test_offline_rounds_are_an_engines(llm, mode, target, trained, how):
+    """benchmarks/confu_offline.py ends its rounds where this engine ends them."""
+    size = confu_offline.Size(60, 8, 10) if mode == "tree" else confu_offline.Size(engines.K, engines.K, 1)
+    compared = 0
+    for prompt in engines.prompts(3):
+        start, tokens, rounds = watched(llm, prompt, how)
+        tokens = tokens[: -size.depth - 1]  # so that the engine has a round behind the last one
+        row = Generation(tokens[:start], tokens[start:], "chat", True)
+        walk = confu_offline.decode(trained, target, [row], size, futures=how is sabotage.mend)
+        places = [found["place"] for found in rounds]
+        inside = [place for place in places if place + 1 + size.depth < len(tokens)]
+        assert walk.rounds[0] == len(inside)
+        assert walk.tokens[0] == places[len(inside)] - places[0]
+        compared += len(inside)
+    assert compared > 8
 
 
 # -- what futures are worth -----------------------------------------------------------------------------------------

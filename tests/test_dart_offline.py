@@ -52,7 +52,7 @@ def greedy_rows(responses):
 
 def random_trees(rng, num_reqs, num_nodes, vocab_size):
     """Children of one node with different tokens, as builders make them; rows past the size are left over."""
-    tree = dart_offline._empty_tree(num_reqs, num_nodes)
+    tree = dart_offline.empty_tree(num_reqs, num_nodes)
     for row in range(num_reqs):
         seen = set()
         for node in range(num_nodes):

@@ -1,13 +1,16 @@
 """Runs that go on from a trained EAGLE-3 drafter: ConFu's, and the EAGLE-3 that it is compared with."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import checkpoints
+import engines
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -15,13 +18,19 @@ from tiny_training import CONFU, DEPTH, EAGLE3, HIDDEN, LOOP, VOCAB, write_eagle
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
+import confu_offline
+
 from vllm_crossspec.cli.train import app as train_app
 from vllm_crossspec.drafters.checkpoint import check_drafter, read_config
 from vllm_crossspec.drafters.confu.checkpoint import ConfuShape, check_target, read_shape
+from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
+from vllm_crossspec.training import eagle3
 from vllm_crossspec.training.confu import train_confu
 from vllm_crossspec.training.eagle3 import train_eagle3
-from vllm_crossspec.training.generations import Generation, write_shard
+from vllm_crossspec.training.generations import Generation, read_generations, write_shard
 from vllm_crossspec.training.loop import LoopConfig
+from vllm_crossspec.training.states import FrozenTarget, load_target
 from vllm_crossspec.types import TargetFacts
 
 STILL = LoopConfig(steps=1, lr=0.0)
@@ -289,3 +298,43 @@ def test_bad_targets_and_data_are_one_sentence(tmp_path, config, responses, targ
     foreign.mkdir()
     write_shard(foreign / "train-00000.jsonl.gz", [Generation([1], [VOCAB, 2], "chat", True)])
     refused(tmp_path, foreign, target_folder, config, f"token {VOCAB}, but --target has {VOCAB} tokens")
+
+
+# ---- what a run is worth
+
+
+def test_the_offline_script(tmp_path, config, start, responses, target_folder, capsys):
+    """Its control's chains accept what training measures."""
+    train_confu(responses, target_folder, tmp_path / "still", config, STILL)
+    folders = ["--target", target_folder, "--confu", tmp_path / "still" / "model", "--control", start]
+    sizes = ["--nodes", "0,9", "--depth", 3, "--top-k", 3, "--json", tmp_path / "found.json"]
+    assert confu_offline.main(list(map(str, ["--responses", responses, *folders, *sizes]))) == 0
+    shown = capsys.readouterr().out
+    document = json.loads(shown.splitlines()[-1])
+    assert document == json.loads((tmp_path / "found.json").read_text()) and "tokens a round" in shown
+    rates = {(row["nodes"], row["drafter"]): row["tokens_per_round"] for row in document["rows"]}
+    assert len(rates) == 6
+    causal_lm, _ = load_target(target_folder, torch.float32)
+    target = FrozenTarget(causal_lm, default_target_layers(DEPTH), False)
+    control = confu_offline.load_control(start, target)
+    rows = read_generations(responses, "dev", VOCAB)
+    expected = eagle3.offline_acceptance(control, target, rows, replace(EAGLE3, num_steps=confu_offline.CHAIN))
+    assert rates[0, "control"]["all"] == pytest.approx(expected["dev_accept"], abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"--responses": "nowhere"}, "--responses nowhere: no dev-"),
+        ({"--confu": "start"}, "--confu: .* not a ConFu drafter"),
+        ({"--control": "nowhere"}, "--control nowhere is not a folder"),
+    ],
+)
+def test_the_offline_script_refuses(given, sentence, start, responses, target_folder, capsys):
+    folders = {"--responses": responses, "--target": target_folder, "--confu": engines.CONFU, "--control": start}
+    folders |= {key: start if value == "start" else value for key, value in given.items()}
+    if "--control" in given:
+        folders |= {"--target": engines.TARGET}
+    assert confu_offline.main([str(word) for pair in folders.items() for word in pair]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert re.search(sentence, said)

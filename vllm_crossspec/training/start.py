@@ -40,49 +40,50 @@ class Start(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
-def read_start(folder: Path, target: Any) -> Start:
+def read_start(folder: Path, target: Any, key: str = KEY) -> Start:
     """Read a drafter as ``crossspec train eagle3`` writes it.
 
     Args:
         folder: its ``config.json`` and ``model.safetensors``.
         target: configuration of the target (transformers) that it must fit.
+        key: the option that named the folder, for messages.
 
     Raises:
-        ValueError: one sentence naming ``--start`` and what is wrong.
+        ValueError: one sentence naming ``key`` and what is wrong.
     """
     if not folder.is_dir():
-        raise ValueError(f"{KEY} {folder} is not a folder; {_REMEDY}")
-    settings = read_config(str(folder.resolve()), KEY)
+        raise ValueError(f"{key} {folder} is not a folder; {_REMEDY}")
+    settings = read_config(str(folder.resolve()), key)
     kind = settings.get("speculators_model_type")
     if kind is not None:
-        raise ValueError(f"{KEY} {folder} is a drafter of kind {kind} in speculators' format; {_REMEDY}")
+        raise ValueError(f"{key} {folder} is a drafter of kind {kind} in speculators' format; {_REMEDY}")
     name = str(target.name_or_path)
     facts = TargetFacts(name, target.hidden_size, target.vocab_size, target.num_hidden_layers)
-    found = check_drafter("eagle3", str(folder.resolve()), KEY, facts)
+    found = check_drafter("eagle3", str(folder.resolve()), key, facts)
     taps = default_target_layers(target.num_hidden_layers)
     if found.target_layers != taps:
-        raise ValueError(f"{KEY} {folder} reads target layers {list(found.target_layers)}, not {list(taps)}; {_REMEDY}")
-    _check_attention(settings, folder, target)
+        raise ValueError(f"{key} {folder} reads target layers {list(found.target_layers)}, not {list(taps)}; {_REMEDY}")
+    _check_attention(settings, folder, target, key)
     weights = folder / "model.safetensors"
     if not weights.is_file():
-        raise ValueError(f"{KEY} {folder} has no {weights.name}; {_REMEDY}")
+        raise ValueError(f"{key} {folder} has no {weights.name}; {_REMEDY}")
     tensors = load_file(weights)
     tensors.pop("t2d", None)
     if "d2t" not in tensors and found.draft_vocab_size < target.vocab_size:
-        raise ValueError(f"{KEY} {folder}: d2t is missing in {weights.name}, which tells its tokens; {_REMEDY}")
+        raise ValueError(f"{key} {folder}: d2t is missing in {weights.name}, which tells its tokens; {_REMEDY}")
     offsets = tensors.pop("d2t", torch.zeros(target.vocab_size, dtype=torch.int64))
     wrong = sorted(_NAMES ^ tensors.keys())
     if wrong:
         what = "does not belong there" if wrong[0] in tensors else "is missing"
-        raise ValueError(f"{KEY} {folder}: {wrong[0]} {what} in {weights.name}; {_REMEDY}")
+        raise ValueError(f"{key} {folder}: {wrong[0]} {what} in {weights.name}; {_REMEDY}")
     tensors = {name: x.float() for name, x in tensors.items()}
     inner = tensors["midlayer.mlp.gate_proj.weight"].shape[0]
     return Start(folder, inner, offsets + torch.arange(len(offsets)), tensors)
 
 
-def _check_attention(settings: dict[str, Any], folder: Path, target: Any) -> None:
+def _check_attention(settings: dict[str, Any], folder: Path, target: Any, key: str) -> None:
     """The drafter that goes on has the target's heads, positions and norms: shapes alone would not show others."""
-    rope, heads = settings.get("rope_parameters") or {}, require(settings, "num_attention_heads", KEY)
+    rope, heads = settings.get("rope_parameters") or {}, require(settings, "num_attention_heads", key)
     found = {
         "num_attention_heads": heads,
         "num_key_value_heads": settings.get("num_key_value_heads", heads),
@@ -99,7 +100,7 @@ def _check_attention(settings: dict[str, Any], folder: Path, target: Any) -> Non
     }
     for name, value in wanted.items():
         if found[name] != value:
-            raise ValueError(f"{KEY} {folder} has {name} {found[name]}, but the target has {value}; {_REMEDY}")
+            raise ValueError(f"{key} {folder} has {name} {found[name]}, but the target has {value}; {_REMEDY}")
 
 
 def load_start(model: torch.nn.Module, start: Start) -> None:
