@@ -91,11 +91,10 @@ def test_a_drafter_of_other_states_is_slow_and_never_wrong(llm, whole, plain):
 
 
 @pytest.mark.parametrize("how", [sabotage.foresee_noise, sabotage.foresee_nothing])
-def test_other_futures_make_other_drafts_and_never_another_text(llm, whole, plain, how):
-    """What futures are worth is measured where they are: test_confu_futures.py."""
-    (tokens, _), accepted = run_broken(llm, how)
+def test_other_futures_never_make_another_text(llm, plain, how):
+    """What they are worth shows in longer runs: test_confu_futures.py."""
+    (tokens, _), _ = run_broken(llm, how)
     assert tokens == plain[0]
-    assert accepted != whole[1]
 
 
 @pytest.mark.parametrize(
