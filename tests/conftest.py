@@ -10,7 +10,7 @@ WORKERS = 2
 LONGEST = (
     "test_trees", "test_lossless", "test_confu_engine", "test_whiflash", "test_flashhead_engine", "test_draft_model",
     "test_heterospec_engine", "test_dart", "test_heterospec_calibration", "test_sampling", "test_soak", "test_formats",
-    "test_reference", "test_bfloat16", "test_server", "test_negative_controls", "test_benchmarks",
+    "test_reference", "test_confu_futures", "test_bfloat16", "test_server", "test_negative_controls", "test_benchmarks",
 )  # fmt: skip
 """Files that take minutes, the longest first: none of them may be what a worker begins last."""
 
