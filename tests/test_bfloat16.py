@@ -41,6 +41,7 @@ def test_divergences_are_near_ties():
     specs = {
         "chain": engines.ours("dflash", engines.DFLASH),
         "tree": engines.tree("dflash", engines.DFLASH, num_nodes=24),
+        "contemplate rows": engines.tree("confu", engines.CONFU, num_nodes=12),
     }
     with engines.engine(None, **SETTINGS) as llm:
         plain, scores = greedy(llm, logprobs=10)

@@ -77,8 +77,13 @@ DRAFTERS = {
     "dflash": checkpoints.random_dflash,
     "eagle3, tree": checkpoints.random_eagle3,
     "dflash, tree": checkpoints.random_dflash,
+    "confu, tree": checkpoints.random_confu,
 }
-TREES = {"eagle3, tree": {"depth": 3, "top_k": 3, "num_nodes": 10}, "dflash, tree": {"num_nodes": 10}}
+TREES = {
+    "eagle3, tree": {"depth": 3, "top_k": 3, "num_nodes": 10},
+    "dflash, tree": {"num_nodes": 10},
+    "confu, tree": {"depth": 3, "top_k": 2, "num_nodes": 6},  # 14 rows of a request
+}
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
