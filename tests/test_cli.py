@@ -248,6 +248,14 @@ def test_bench_compares_files_of_configs(play, tmp_path, crossspec):
     assert json.loads(file.read_text())["rows"][0]["identical_to_plain"] is None
 
 
+def test_what_is_no_terminal_gets_whole_names_and_a_line_a_method(play, pocket, crossspec):
+    play(GENERATE)
+    code, out, err = crossspec("demo", "--pocket", pocket, "--methods", "plain,eagle3-longer-tree,whiflash-entropy")
+    assert code == 0
+    assert "eagle3-longer-tree" in out and "whiflash-entropy" in out
+    assert "eagle3-longer-tree: done (2 of 3)" in err.splitlines()
+
+
 def test_bench_hands_its_options_to_the_engine(play, tmp_path, crossspec):
     play(f"open({str(tmp_path / 'seen')!r}, 'w').write(json.dumps(job))\n{GENERATE}")
     options = "--batch-size 3 --temperature 0.5 --seed 7 --max-tokens 9 --dtype float32 --limit 1 --raw"

@@ -19,7 +19,7 @@ from rich.table import Table
 from vllm_crossspec.cli import meta, runner
 from vllm_crossspec.cli.runner import ALL, Job, Row, Run
 
-MINIMUM_WIDTH = 128
+MINIMUM_WIDTH = 140
 """Columns that the table takes where the output is no terminal and rich would assume 80."""
 
 SAMPLED = "not identical: sampled texts follow plain's distribution, and other draws of it are as good"
@@ -78,6 +78,8 @@ def _run_all(jobs: Sequence[Job], console: Console) -> list[Run]:
             # Texts end before the limit where the model says so: then this is all there was.
             done = next(t.completed for t in progress.tasks if t.id == task)
             progress.update(task, description=f"{job.method}: done", total=done)
+            if not console.is_terminal:  # bars are only drawn when all is over
+                console.print(f"{job.method}: done ({len(runs)} of {len(jobs)})", highlight=False)
     return runs
 
 
@@ -88,7 +90,7 @@ def table(rows: Sequence[Row], *, interpreted: bool) -> Table:
         interpreted: whether Triton's kernels were interpreted, so that seconds say nothing about speed.
     """
     grid = Table(caption=INTERPRETED if interpreted else None, caption_justify="left")
-    grid.add_column("method")
+    grid.add_column("method", min_width=max((len(row.method) for row in rows), default=0))
     grid.add_column("category")
     for name in ("prompts", "tokens", "target\ncalls", "verified\ntokens", "acceptance\nlength"):
         grid.add_column(name, justify="right")
