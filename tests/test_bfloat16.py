@@ -16,7 +16,7 @@ def greedy(llm, logprobs=None):
     from vllm import SamplingParams
 
     parameters = SamplingParams(temperature=0.0, max_tokens=40, logprobs=logprobs)
-    outputs = [o.outputs[0] for o in llm.generate(engines.prompts(8), parameters, use_tqdm=False)]
+    outputs = [o.outputs[0] for o in llm.generate(engines.prompts(16), parameters, use_tqdm=False)]
     scores = [
         [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs or ()]
         for output in outputs
