@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
 from vllm_crossspec.cli import router
 from vllm_crossspec.cli.collect import interleaved, make_shards, run_shards
-from vllm_crossspec.cli.compare import MINIMUM_WIDTH
+from vllm_crossspec.cli.compare import wide_console
 from vllm_crossspec.cli.demo import METHODS, POCKET, located
 from vllm_crossspec.tree.base import tree_kind
 
@@ -141,9 +140,7 @@ def heterospec(
 
     write_calibration(out, calibration)
     rows = report(rounds, calibration)
-    console = Console()
-    console = console if console.is_terminal else Console(width=max(console.width, MINIMUM_WIDTH))
-    console.print(table(rows, calibration))
+    wide_console().print(table(rows, calibration))
     if picture:
         from vllm_crossspec.training.pictures import draw_bins
 

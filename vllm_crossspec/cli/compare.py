@@ -30,7 +30,7 @@ def compare(jobs: Sequence[Job], settings: dict[str, Any], json_file: Path | Non
     """Run all jobs, print the table, write the document; the rows and what each engine did."""
     if json_file is not None:
         check_writable(json_file)
-    progress_console, console = Console(stderr=True), _console()
+    progress_console, console = Console(stderr=True), wide_console()
     runs = _run_all(jobs, progress_console)
     rows = runner.rows(runs)
     about = meta.describe(runs, settings)
@@ -49,7 +49,8 @@ def check_writable(json_file: Path) -> None:
         raise ValueError(f"--json {json_file}: name a file in a folder that exists")
 
 
-def _console() -> Console:
+def wide_console() -> Console:
+    """Where tables go: as wide as the terminal, and wide enough for them where there is none."""
     console = Console()
     return console if console.is_terminal else Console(width=max(console.width, MINIMUM_WIDTH))
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from vllm_crossspec.cli import meta
-from vllm_crossspec.cli.compare import MINIMUM_WIDTH, check_writable
+from vllm_crossspec.cli.compare import check_writable, wide_console
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     import torch
@@ -106,7 +105,7 @@ def calibrate(
         best.add_column(column, justify="left" if column == "category" else "right")
     for category, one in [*found.by_category.items(), ("all (mean of the categories)", found.overall)]:
         best.add_row(category, _numbers(one.thresholds), f"{one.value:.3f}", style=None)
-    console = _console()
+    console = wide_console()
     console.print(best)
     console.print(_grid(rows, loaded))
     if picture is not None:
@@ -161,7 +160,7 @@ def oracle(
         name, rule = _rule(loaded, "neural", neural_threshold, "--neural-threshold")
         rules[name] = rule
     rows = calibration.table(loaded.records, rules, loaded.value)
-    _console().print(_grid(rows, loaded))
+    wide_console().print(_grid(rows, loaded))
     _write_json(json_file, loaded, rows, {})
 
 
@@ -329,11 +328,6 @@ def _text(records: "Records", number: int | None, category: str | None) -> Any:
 
 def _first(records: "Records") -> str:
     return ", ".join(str(text.number) for text in records.texts[:8])
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=max(console.width, MINIMUM_WIDTH))
 
 
 def _numbers(thresholds: Sequence[float]) -> str:
