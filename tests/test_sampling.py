@@ -16,7 +16,7 @@ from scipy.stats import chisquare
 pytestmark = pytest.mark.e2e
 
 VOCAB, PROMPT = 8, [1, 5, 2, 7, 3]
-SAMPLES, BROKEN_SAMPLES = 384, 64
+SAMPLES, BROKEN_SAMPLES = 384, 128
 
 
 @pytest.fixture(scope="module")
