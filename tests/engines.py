@@ -1,11 +1,18 @@
-"""Running engines for the tests: one at a time, each through every scenario, results kept for the session."""
+"""Running engines for the tests: one at a time, each through every scenario, results kept for the session.
+
+An engine runs in the tests' own process, where it starts in about a second. What breaks it there is mended at its end.
+"""
 
 import contextlib
+import gc
 import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
+
+import sabotage
 
 import vllm_crossspec
 
@@ -62,10 +69,8 @@ def chat(prompt: str) -> str:
 def async_scheduling_on_cpu() -> Iterator[None]:
     """Let engines schedule asynchronously on a CPU, too, where vLLM turns it off as not worth it.
 
-    The scheduler then runs in this process, which is the one that is changed.
+    The scheduler runs in this process, which is the one that is changed.
     """
-    from unittest import mock
-
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -80,10 +85,7 @@ def async_scheduling_on_cpu() -> Iterator[None]:
         original(cls, config)
         config.scheduler_config.async_scheduling = wanted
 
-    with (
-        mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(keep_async)),
-        mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}),
-    ):
+    with mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(keep_async)):
         yield
 
 
@@ -99,11 +101,16 @@ def engine(spec: dict[str, Any] | None, model: Path = TARGET, **overrides: Any) 
         "max_num_batched_tokens": 128,
         "enforce_eager": True,
         "disable_log_stats": False,
+        "distributed_executor_backend": "uni",
     }
-    llm = LLM(str(model), speculative_config=spec, **(settings | overrides))
+    # vLLM collects garbage ten times while an engine starts: not of what was there before.
+    gc.freeze()
+    with mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
+        llm = LLM(str(model), speculative_config=spec, **(settings | overrides))
     try:
         yield llm
     finally:
+        llm.collective_rpc(sabotage.mend)
         llm.llm_engine.engine_core.shutdown()
 
 

@@ -14,8 +14,8 @@ from vllm_crossspec.cli.demo import demo
 from vllm_crossspec.cli.doctor import doctor
 from vllm_crossspec.cli.flashhead import app as flashhead_app
 from vllm_crossspec.cli.ngram import app as ngram_app
+from vllm_crossspec.cli.processes import EngineError
 from vllm_crossspec.cli.router import oracle, trace
-from vllm_crossspec.cli.runner import EngineError
 
 DEBUG_VARIABLE = "CROSSSPEC_DEBUG"
 USAGE_ERROR = 2

@@ -7,9 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from vllm_crossspec.cli.compare import compare
-from vllm_crossspec.cli.demo import POCKET, require_identical
+from vllm_crossspec.cli.demo import POCKET, first_of_each, require_identical
 from vllm_crossspec.cli.prompts import read_prompts
-from vllm_crossspec.cli.runner import PLAIN, Job, Prompt, by_category
+from vllm_crossspec.cli.runner import PLAIN, Job
 
 ModelOption = Annotated[str, typer.Option(help="The target: a local folder or a hub id.")]
 SpecOption = Annotated[
@@ -86,7 +86,7 @@ def bench(
     configs |= read_configs(spec or [])
     if not configs:
         raise ValueError("--no-baseline leaves nothing to run: name at least one --spec file")
-    chosen = _first(read_prompts(prompts or POCKET / "prompts.jsonl"), limit)
+    chosen = first_of_each(read_prompts(prompts or POCKET / "prompts.jsonl"), limit)
     jobs = [
         Job(
             method=name,
@@ -129,7 +129,3 @@ def read_configs(files: list[Path]) -> dict[str, dict[str, Any] | None]:
             raise ValueError(f"--spec {file} is not an object: write what --speculative-config takes")
         configs[name] = config
     return configs
-
-
-def _first(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
-    return [prompt for group in by_category(prompts).values() for prompt in group[:limit]]

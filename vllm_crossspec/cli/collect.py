@@ -16,8 +16,9 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn
 
 from vllm_crossspec.cli.bench import read_configs
 from vllm_crossspec.cli.demo import POCKET, WHIFLASH_DRAFTERS
+from vllm_crossspec.cli.processes import EngineError, engine_process, post_mortem
 from vllm_crossspec.cli.prompts import read_prompts
-from vllm_crossspec.cli.runner import EngineError, Prompt, by_category, engine_process, post_mortem
+from vllm_crossspec.cli.runner import Prompt, by_category
 
 COLLECT_MODULE = "vllm_crossspec.engine.collect"
 TENSORS = "content"
@@ -225,10 +226,7 @@ def engine_events(job: dict[str, Any]) -> Iterator[Event]:
         job_file, log_file = Path(folder, "job.json"), Path(folder, "log.txt")
         job_file.write_text(json.dumps(job))
         missing = {shard["number"] for shard in job["shards"]}
-        with (
-            log_file.open("w") as log,
-            engine_process(job_file, log, job.get("module", COLLECT_MODULE)) as (process, events),
-        ):
+        with engine_process(job_file, log_file, job.get("module", COLLECT_MODULE)) as (process, events):
             for event in events:
                 if event["event"] == "error":
                     raise ValueError(f"collect: {event['message']}")

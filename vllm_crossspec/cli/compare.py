@@ -1,7 +1,11 @@
-"""Runs jobs one after the other under a progress bar, and shows and writes their rows."""
+"""Runs jobs under a progress bar, a few side by side if asked to, and shows and writes their rows."""
 
 import json
+import os
+import queue
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,24 +21,35 @@ from rich.progress import (
 from rich.table import Table
 
 from vllm_crossspec.cli import meta, runner
-from vllm_crossspec.cli.runner import ALL, Job, Row, Run
+from vllm_crossspec.cli.processes import end_all, is_cpu_lane
+from vllm_crossspec.cli.runner import ALL, PLAIN, Job, Row, Run
 
 MINIMUM_WIDTH = 140
 """Columns that the table takes where the output is no terminal and rich would assume 80."""
 
 SAMPLED = "not identical: sampled texts follow plain's distribution, and other draws of it are as good"
 INTERPRETED = "seconds: not meaningful, kernels are interpreted on this machine (counts and texts are real)"
+COMPILED = "seconds: of generating, with kernels compiled for this CPU ({cpu}); they say nothing of a GPU"
 
 
-def compare(jobs: Sequence[Job], settings: dict[str, Any], json_file: Path | None) -> tuple[list[Row], list[Run]]:
-    """Run all jobs, print the table, write the document; the rows and what each engine did."""
+def compare(
+    jobs: Sequence[Job], settings: dict[str, Any], json_file: Path | None, side_by_side: int = 1
+) -> tuple[list[Row], list[Run]]:
+    """Run all jobs, print the table, write the document; the rows and what each engine did.
+
+    Args:
+        jobs: `plain` among them where texts are to be compared.
+        settings: for the document.
+        json_file: where it goes, if anywhere.
+        side_by_side: engines that run at a time, each on cores of its own; on a CPU only.
+    """
     if json_file is not None:
         check_writable(json_file)
     progress_console, console = Console(stderr=True), wide_console()
-    runs = _run_all(jobs, progress_console)
+    runs = _run_all(jobs, progress_console, side_by_side)
     rows = runner.rows(runs)
     about = meta.describe(runs, settings)
-    console.print(table(rows, interpreted=about["kernels_interpreted"]))
+    console.print(table(rows, about))
     if settings["sampling"]["temperature"] > 0 and any(row.identical_to_plain is False for row in rows):
         console.print(SAMPLED)
     if json_file is not None:
@@ -55,7 +70,8 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=max(console.width, MINIMUM_WIDTH))
 
 
-def _run_all(jobs: Sequence[Job], console: Console) -> list[Run]:
+def _run_all(jobs: Sequence[Job], console: Console, side_by_side: int) -> list[Run]:
+    """All jobs' runs, in the jobs' order; a line about each as soon as it and plain are done."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -63,34 +79,100 @@ def _run_all(jobs: Sequence[Job], console: Console) -> list[Run]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    runs = []
-    with Progress(*columns, console=console) as progress:
-        for job in jobs:
-            most = sum(len(p.turns) for p in job.prompts) * job.sampling["max_tokens"]
-            task = progress.add_task(f"{job.method}: starting the engine", total=most)
+    shares = cores_of(side_by_side)
+    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(len(shares)) as pool:
+        board = _Board(jobs, progress)
+        free: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
+        for share in shares:
+            free.put(share)
 
-            def listen(event: dict[str, Any], method: str = job.method, task: Any = task) -> None:
-                if event["event"] == "ready":
-                    progress.update(task, description=f"{method}: generating tokens")
-                elif event["event"] == "progress":
-                    progress.advance(task, event["num_tokens"])
+        def work(job: Job) -> Run:
+            cores = free.get()
+            try:
+                return board.follow(job, cores)
+            finally:
+                free.put(cores)
 
-            runs.append(runner.run(job, listen))
-            # Texts end before the limit where the model says so: then this is all there was.
-            done = next(t.completed for t in progress.tasks if t.id == task)
-            progress.update(task, description=f"{job.method}: done", total=done)
-            if not console.is_terminal:  # bars are only drawn when all is over
-                console.print(f"{job.method}: done ({len(runs)} of {len(jobs)})", highlight=False)
-    return runs
+        futures = [pool.submit(work, job) for job in jobs]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            end_all()
+            raise
 
 
-def table(rows: Sequence[Row], *, interpreted: bool) -> Table:
+def cores_of(side_by_side: int) -> list[list[int]]:
+    """Which cores each of the engines that run at a time keeps to; a single one has no need to."""
+    if side_by_side <= 1 or not is_cpu_lane() or not hasattr(os, "sched_getaffinity"):
+        return [[]]
+    cores = sorted(os.sched_getaffinity(0))
+    count = min(side_by_side, len(cores))
+    return [cores[i::count] for i in range(count)] if count > 1 else [[]]
+
+
+class _Board:
+    """The progress of all jobs, and a line about each that is done."""
+
+    def __init__(self, jobs: Sequence[Job], progress: Progress) -> None:
+        self._num_jobs, self._progress = len(jobs), progress
+        self._compares = any(job.method == PLAIN for job in jobs)
+        self._lock = threading.Lock()
+        self._done: list[Run] = []
+        self._waiting: list[Run] = []
+        self._plain: Run | None = None
+
+    def follow(self, job: Job, cores: Sequence[int]) -> Run:
+        """Run the job under a bar of its own."""
+        most = sum(len(p.turns) for p in job.prompts) * job.sampling["max_tokens"]
+        task = self._progress.add_task(f"{job.method}: starting the engine", total=most)
+
+        def listen(event: dict[str, Any]) -> None:
+            if event["event"] == "ready":
+                self._progress.update(task, description=f"{job.method}: generating tokens")
+            elif event["event"] == "progress":
+                self._progress.advance(task, event["num_tokens"])
+
+        run = runner.run(job, listen, cores)
+        self._progress.remove_task(task)
+        with self._lock:
+            self._tell(run)
+        return run
+
+    def _tell(self, run: Run) -> None:
+        self._done.append(run)
+        self._waiting.append(run)
+        if run.method == PLAIN:
+            self._plain = run
+        if self._compares and self._plain is None:
+            return
+        for one in self._waiting:
+            row = next(row for row in runner.rows([one], self._plain) if row.category == ALL)
+            number = len(self._done) - len(self._waiting) + 1 + self._waiting.index(one)
+            self._progress.console.print(_line(row, f"{number} of {self._num_jobs}"), highlight=False, soft_wrap=True)
+        self._waiting.clear()
+
+
+def _line(row: Row, number: str) -> str:
+    same = {None: "", True: ", every text plain's", False: ", [red]NOT plain's texts[/red]"}[row.identical_to_plain]
+    return (
+        f"{row.method}: {row.num_tokens} tokens in {row.num_target_calls} target calls, {row.acceptance_length:.2f} "
+        f"a round, {row.seconds:.1f} s{same if row.method != PLAIN else ''} ({number})"
+    )
+
+
+def table(rows: Sequence[Row], about: dict[str, Any]) -> Table:
     """The rows as a table.
 
     Args:
-        interpreted: whether Triton's kernels were interpreted, so that seconds say nothing about speed.
+        rows: of all runs.
+        about: the document's `meta`, which says of what the seconds are.
     """
-    grid = Table(caption=INTERPRETED if interpreted else None, caption_justify="left")
+    interpreted = about["kernels_interpreted"]
+    hardware = about["hardware"]
+    caption = INTERPRETED if interpreted else COMPILED.format(**hardware) if hardware["device"] == "cpu" else None
+    grid = Table(caption=caption, caption_justify="left")
     grid.add_column("method", min_width=max((len(row.method) for row in rows), default=0))
     grid.add_column("category")
     for name in ("prompts", "tokens", "target\ncalls", "verified\ntokens", "acceptance\nlength"):

@@ -10,7 +10,7 @@ import typer
 
 from vllm_crossspec.cli.compare import compare
 from vllm_crossspec.cli.prompts import read_prompts
-from vllm_crossspec.cli.runner import PLAIN, Job, Prompt, Row
+from vllm_crossspec.cli.runner import PLAIN, Job, Prompt, Row, by_category
 
 POCKET = Path(str(resources.files("vllm_crossspec") / "pocket"))
 
@@ -118,16 +118,48 @@ METHODS: dict[str, dict[str, Any] | None] = {
 }
 """Every method of the demo and its --speculative-config; `{pocket}` is the folder of the pocket models."""
 
+HEADLINE = (
+    PLAIN,
+    "eagle3-tree",
+    "eagle3",
+    "dflash-tree",
+    "dart",
+    "confu",
+    "eagle3-heterospec",
+    "flashhead",
+    "whiflash-neural",
+)
+"""What `crossspec demo` shows unless it is asked for others."""
+
+ALL_METHODS = "all"
+HEADLINE_PROMPTS = 2
+"""Prompts of each category that the headline is shown on."""
+
+PROOF = (
+    "Every method drafts tokens that the target then verifies in one pass: the fewer target calls for the same tokens, "
+    'the better the drafts.\n"Identical to plain" compares every text token for token with what the target writes '
+    "alone: speculation changes how soon a text is there, not a token of it."
+)
+
 POCKET_FILES = ("config.json", "router.json", "store.safetensors", "calibration.json")
 """Of which each pocket folder has one."""
 
 TEMPERATURE, TOP_P = 0.8, 0.95
+SIDE_BY_SIDE = 4
+"""Engines that run at a time where there are cores for them; each takes 1.5 GiB."""
 
 
 def demo(
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the table as one JSON document.")] = None,
     methods: Annotated[
-        str | None, typer.Option(help=f"Comma-separated, of: {', '.join(METHODS)}. Default: all of them.")
+        str | None,
+        typer.Option(
+            help=f"Comma-separated, of: {', '.join(METHODS)}; or `{ALL_METHODS}`. "
+            f"Default: {', '.join(HEADLINE)}, on {HEADLINE_PROMPTS} prompts of each category."
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use this many prompts of each category. With --methods, all by default.")
     ] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
     prompts: Annotated[
@@ -146,7 +178,8 @@ def demo(
     """Generate with the pocket target, plainly and with each method, and compare.
 
     Real prompts in four categories (chat, math, code, agentic), all of a category as one batch, in float32,
-    each method in an engine of its own. The table's columns:
+    each method in an engine of its own; on a CPU an engine takes one core, and as many run at a time as there
+    are cores. The table's columns:
 
     tokens: generated, without the prompts.
 
@@ -156,6 +189,8 @@ def demo(
     acceptance length: tokens a round, the target's own included: 1 + accepted / rounds, vLLM's count. 1.00 for
     plain.
 
+    verified tokens: rows that the target computed for them, draft tokens and the token before them.
+
     accepted per position: in how many rounds the first, second, ... draft token was accepted; percent here,
     counts in the JSON document.
 
@@ -164,11 +199,16 @@ def demo(
     """
     folder = pocket or POCKET
     rows_of_prompts = read_prompts(prompts or POCKET / "prompts.jsonl")
+    if limit is None and methods is None and prompts is None:
+        limit = HEADLINE_PROMPTS
+    rows_of_prompts = first_of_each(rows_of_prompts, limit)
     sampling = {"temperature": TEMPERATURE, "top_p": TOP_P, "seed": seed} if sampled else {"temperature": 0.0}
     sampling["max_tokens"] = max_tokens
     names = choose(methods)
     jobs = [_job(name, folder, rows_of_prompts, sampling) for name in names]
-    rows, runs = compare(jobs, {"model": "pocket", "dtype": "float32", "sampling": sampling}, json_file)
+    about = {"model": "pocket", "dtype": "float32", "sampling": sampling}
+    rows, runs = compare(jobs, about, json_file, side_by_side=SIDE_BY_SIDE)
+    typer.echo(PROOF)
     if texts:
         show_texts(rows_of_prompts, runs[0].groups)
     if not sampled:
@@ -178,11 +218,13 @@ def demo(
 def choose(methods: str | None) -> list[str]:
     """The methods to run, `plain` first: all are compared with it. Raises ValueError on an unknown name."""
     if methods is None:
+        return list(HEADLINE)
+    if methods.strip() == ALL_METHODS:
         return list(METHODS)
     asked = [name.strip() for name in methods.split(",") if name.strip()]
     unknown = [name for name in asked if name not in METHODS]
     if unknown or not asked:
-        raise ValueError(f"--methods {methods}: choose from {', '.join(METHODS)}")
+        raise ValueError(f"--methods {methods}: choose from {', '.join(METHODS)}, or say `{ALL_METHODS}`")
     return [PLAIN, *(name for name in METHODS if name in asked and name != PLAIN)]
 
 
@@ -197,6 +239,11 @@ def _job(name: str, folder: Path, prompts: list[Prompt], sampling: dict[str, Any
                 f"{folder / model} holds no model: check out the repository whole, or train one (`crossspec train`)"
             )
     return Job(method=name, engine=engine, sampling=sampling, prompts=prompts)
+
+
+def first_of_each(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
+    """The first prompts of each category, or all of them."""
+    return [prompt for group in by_category(prompts).values() for prompt in group[:limit]]
 
 
 def pocket_folders(config: Any) -> list[str]:

@@ -1,4 +1,4 @@
-"""Runs engines side by side, each in a process of its own, and turns what they did into rows of one table.
+"""Runs engines, each in a process of its own, and turns what they did into rows of one table.
 
 The commands `demo` and `bench` share it. Nothing here imports vLLM: the process that does is
 :mod:`vllm_crossspec.engine.offline`, and the two talk through a job file and a pipe of JSON lines.
@@ -6,35 +6,16 @@ The commands `demo` and `bench` share it. Nothing here imports vLLM: the process
 
 import itertools
 import json
-import os
-import re
-import select
-import signal
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-CHILD_MODULE = "vllm_crossspec.engine.offline"
-CHILD_DEFAULTS = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""Environment of an engine process where the user set nothing (the KV cache size, in GiB, is the CPU's)."""
+from vllm_crossspec.cli.processes import EngineError, engine_process, post_mortem
 
-LOG_TAIL_LINES = 15
-POLL_SECONDS = 1.0
 ALL = "all"
 PLAIN = "plain"
-
-
-class EngineError(RuntimeError):
-    """An engine process ended without its results; the message is what a user can go by."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,12 +119,13 @@ def by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
     return groups
 
 
-def run(job: Job, listener: Listener) -> Run:
+def run(job: Job, listener: Listener, cores: Sequence[int] = ()) -> Run:
     """Run a job in a new process.
 
     Args:
         job: what to run.
         listener: called with every event of the engine process, for a progress bar.
+        cores: that the process keeps to; none for all.
 
     Raises:
         ValueError: the engine refused the job; the message is its sentence.
@@ -155,7 +137,7 @@ def run(job: Job, listener: Listener) -> Run:
         environment: dict[str, Any] = {}
         groups: dict[str, dict[str, Any]] = {}
         refusal = ""
-        with log_file.open("w") as log, engine_process(job_file, log) as (process, events):
+        with engine_process(job_file, log_file, cores=cores) as (process, events):
             for event in events:
                 kind = event.pop("event")
                 listener({"event": kind, **event})
@@ -168,7 +150,7 @@ def run(job: Job, listener: Listener) -> Run:
             status = process.wait()
         if refusal:
             raise ValueError(f"{job.method}: {refusal}")
-        if status != 0:
+        if status:
             raise EngineError(post_mortem(job.method, status, log_file.read_text(errors="replace")))
         missing = [category for category in by_category(job.prompts) if category not in groups]
         if missing:
@@ -176,83 +158,14 @@ def run(job: Job, listener: Listener) -> Run:
     return Run(method=job.method, environment=environment, groups=groups)
 
 
-@contextmanager
-def engine_process(
-    job_file: Path, log: TextIO, module: str | None = None
-) -> Iterator[tuple[subprocess.Popen[bytes], Iterator[dict[str, Any]]]]:
-    """The process and its events; on the way out the process and everything that it started are gone.
-
-    Args:
-        job_file: what the module reads.
-        log: takes what the process prints.
-        module: that the process runs, with the file and a descriptor for its events; None is the demo's.
-    """
-    read_end, write_end = os.pipe()
-    process = subprocess.Popen(
-        [sys.executable, "-m", module or CHILD_MODULE, str(job_file), str(write_end)],
-        stdout=log,
-        stderr=log,
-        stdin=subprocess.DEVNULL,
-        env={**CHILD_DEFAULTS, **os.environ},
-        pass_fds=(write_end,),
-        start_new_session=True,
-    )
-    os.close(write_end)
-    try:
-        yield process, _events(read_end, process)
-    finally:
-        os.close(read_end)
-        _end(process)
-
-
-def _events(read_end: int, process: subprocess.Popen[bytes]) -> Iterator[dict[str, Any]]:
-    """JSON lines until the pipe closes, or the process has ended (a child of its may hold the pipe open)."""
-    pending = b""
-    while True:
-        readable, _, _ = select.select([read_end], [], [], POLL_SECONDS)
-        if readable:
-            chunk = os.read(read_end, 1 << 16)
-            if not chunk:
-                return
-            *lines, pending = (pending + chunk).split(b"\n")
-            yield from map(json.loads, lines)
-        elif process.poll() is not None:
-            return
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the engine process's own session: vLLM's engine core and workers are in it."""
-    for sign, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, None)):
-        try:
-            os.killpg(process.pid, sign)
-        except ProcessLookupError:
-            break
-        try:
-            process.wait(patience)
-        except subprocess.TimeoutExpired:
-            continue
-    process.wait()
-
-
-def post_mortem(method: str, status: int, log: str) -> str:
-    """What to tell of an engine process that died: how, the likely cause, the end of its log."""
-    lines = [line for line in log.splitlines() if line.strip()]
-    errors = [m.group(1) for line in lines if (m := re.search(r"\b(\w+(?:Error|Exception): .+)$", line))]
-    # vLLM's front end only says that its engine core failed and points at the lines above.
-    causes = [error for error in errors if "Engine core initialization failed" not in error]
-    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
-    cause = f": {causes[-1]}" if causes else ""
-    tail = "\n".join(lines[-LOG_TAIL_LINES:])
-    return f"{method}: the engine's process {how}{cause}\nlast lines of its log:\n{tail}"
-
-
-def rows(runs: Sequence[Run]) -> list[Row]:
+def rows(runs: Sequence[Run], plain: Run | None = None) -> list[Row]:
     """A row per method and category, and one over all of a method's categories.
 
     Args:
-        runs: `plain` among them, if the rows are to say whether texts are identical to plain's.
+        runs: at least one.
+        plain: what texts are compared with; None is the run of that name among them, if any.
     """
-    plain = next((run for run in runs if run.method == PLAIN), None)
+    plain = plain or next((run for run in runs if run.method == PLAIN), None)
     return [row for run in runs for row in _rows_of(run, plain)]
 
 

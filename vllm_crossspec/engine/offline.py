@@ -11,6 +11,7 @@ Events, by their ``event``:
     error: ``message`` says in a sentence what the user can mend; the process ends with status 1.
 """
 
+import gc
 import json
 import os
 import platform
@@ -134,13 +135,28 @@ def start_engine(engine: dict[str, Any]) -> Any:
 
     settings = {key: value for key, value in engine.items() if value is not None}
     if current_platform.is_cpu():
-        # Counts are the point there; compiling costs more than it saves.
-        settings.setdefault("enforce_eager", True)
+        keep_to_one_process(settings)
     if "speculative_config" in settings:
         settings["per_request_spec_decode_metrics"] = "summary"
     # A prompt that is found in the prefix cache starts with a round of placeholder drafts, which would count
     # as rejected.
     return LLM(enable_prefix_caching=False, disable_log_stats=True, **settings)
+
+
+def keep_to_one_process(settings: dict[str, Any]) -> None:
+    """Fill in what makes an engine on a CPU start in a second: one process, and nothing compiled by torch.
+
+    vLLM's three processes would each import vLLM, and spin for each other on the same cores.
+
+    Args:
+        settings: keyword arguments of vLLM's LLM; what is there stands.
+    """
+    settings.setdefault("enforce_eager", True)
+    if (settings.get("tensor_parallel_size") or 1) == 1:
+        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        settings.setdefault("distributed_executor_backend", "uni")
+    # vLLM collects garbage ten times while an engine starts; nothing that was imported is any.
+    gc.freeze()
 
 
 class Conversation:

@@ -1,0 +1,238 @@
+"""Processes that engines run in: started anew, or forked from one that has imported vLLM already.
+
+Importing vLLM takes ten seconds of a processor, starting an engine with a small model less than one. So on a machine
+without a GPU the first engine starts a server of forks (:mod:`vllm_crossspec.engine.forks`), and every later one begins
+where it left off. Nothing here imports vLLM.
+"""
+
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
+from pathlib import Path
+from typing import Any, Protocol
+
+CHILD_MODULE = "vllm_crossspec.engine.offline"
+PRELOADED = "vllm_crossspec.engine.preload"
+CHILD_DEFAULTS = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""Environment of an engine process where the user set nothing (the KV cache size, in GiB, is the CPU's)."""
+
+READ_AT_IMPORT = ("TRITON_", "VLLM_", "TORCH", "HF_", "LD_", "PYTHON", "OMP_")
+"""How variables begin that vLLM or what it stands on reads when it is imported: another value, another server."""
+
+LOG_TAIL_LINES = 15
+POLL_SECONDS = 1.0
+
+
+class EngineError(RuntimeError):
+    """An engine process ended without its results; the message is what a user can go by."""
+
+
+class EngineProcess(Protocol):
+    """What is asked of an engine's process, however it was started."""
+
+    pid: int
+
+    def poll(self) -> int | None:
+        """Its status, as :class:`subprocess.Popen` gives it; None while it runs."""
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """The status once it has ended; None if it still runs after ``timeout`` seconds."""
+
+
+Starter = Callable[[str, Path, int, Path, dict[str, str], Sequence[int]], EngineProcess]
+
+
+@contextmanager
+def engine_process(
+    job_file: Path, log_file: Path, module: str | None = None, cores: Sequence[int] = ()
+) -> Iterator[tuple[EngineProcess, Iterator[dict[str, Any]]]]:
+    """The process and its events; on the way out the process and everything that it started are gone.
+
+    Args:
+        job_file: what the module reads.
+        log_file: takes what the process prints.
+        module: that the process runs, with the file and a descriptor for its events; None is the demo's.
+        cores: that the process keeps to; none for all. On a CPU only.
+    """
+    read_end, write_end = os.pipe()
+    forks = _can_fork()
+    environment = {**CHILD_DEFAULTS, **os.environ}
+    if cores:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
+    start: Starter = _fork if forks else _start
+    try:
+        process = start(module or CHILD_MODULE, job_file, write_end, log_file, environment, cores)
+    except BaseException:
+        os.close(read_end)
+        raise
+    finally:
+        os.close(write_end)
+    _running.append(process)
+    try:
+        yield process, _events(read_end, process)
+    finally:
+        _running.remove(process)
+        os.close(read_end)
+        _end(process)
+
+
+_running: list[EngineProcess] = []
+
+
+def end_all() -> None:
+    """End every engine's process; whoever waits for one sees it end."""
+    for process in list(_running):
+        _end(process)
+
+
+class _Started:
+    """A process of its own from the beginning."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._process, self.pid = process, process.pid
+
+    def poll(self) -> int | None:
+        return self._process.poll()
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        try:
+            return self._process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+def _start(
+    module: str, job_file: Path, events: int, log_file: Path, environment: dict[str, str], cores: Sequence[int]
+) -> EngineProcess:
+    with log_file.open("ab") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, str(job_file), str(events)],
+            stdout=log,
+            stderr=log,
+            stdin=subprocess.DEVNULL,
+            env=environment,
+            pass_fds=(events,),
+            start_new_session=True,
+            preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
+        )
+    return _Started(process)
+
+
+class _Forked:
+    """A fork of the server."""
+
+    def __init__(self, process: Any) -> None:
+        self._process, self.pid = process, process.pid
+
+    def poll(self) -> int | None:
+        return self.wait(0)
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        status: int | None = self._process.exitcode
+        return status
+
+
+_server_environment: list[dict[str, str]] = []
+"""What the server of forks was started with, of :data:`READ_AT_IMPORT`; empty before."""
+
+
+def _can_fork() -> bool:
+    """Whether the server of forks serves an engine: on Linux without a GPU, if nothing that it has read has changed."""
+    if not sys.platform.startswith("linux") or not is_cpu_lane():
+        return False
+    read = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)}
+    if not _server_environment:
+        _server_environment.append(read)
+    return read == _server_environment[0]
+
+
+def is_cpu_lane() -> bool:
+    """Whether kernels run on this machine's processor; the lane then has set the variables that it stands on."""
+    if importlib.util.find_spec("crossspec_cpu_lane") is None:
+        return False
+    from crossspec_cpu_lane import is_usable
+
+    return bool(is_usable())
+
+
+def _fork(
+    module: str, job_file: Path, events: int, log_file: Path, environment: dict[str, str], cores: Sequence[int]
+) -> EngineProcess:
+    from multiprocessing.connection import Connection
+
+    from vllm_crossspec.engine import forks
+
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOADED])
+    # The server hands its environment to what it imports; CHILD_DEFAULTS belong to that.
+    before = dict(os.environ)
+    os.environ.update({k: v for k, v in CHILD_DEFAULTS.items() if k not in os.environ})
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name in set(CHILD_DEFAULTS) - set(before):
+            del os.environ[name]
+    connection = Connection(os.dup(events), readable=False)
+    try:
+        arguments = (module, str(job_file), connection, str(log_file), environment, list(cores))
+        process = context.Process(target=forks.run, args=arguments)
+        process.start()
+    finally:
+        connection.close()
+    return _Forked(process)
+
+
+def _events(read_end: int, process: EngineProcess) -> Iterator[dict[str, Any]]:
+    """JSON lines until the pipe closes, or the process has ended (a child of its may hold the pipe open)."""
+    pending = b""
+    while True:
+        readable, _, _ = select.select([read_end], [], [], POLL_SECONDS)
+        if readable:
+            chunk = os.read(read_end, 1 << 16)
+            if not chunk:
+                return
+            *lines, pending = (pending + chunk).split(b"\n")
+            yield from map(json.loads, lines)
+        elif process.poll() is not None:
+            return
+
+
+def _end(process: EngineProcess) -> None:
+    """End the engine process's own session: vLLM's engine core and workers, if it has any, are in it."""
+    for sign, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, None)):
+        try:
+            os.killpg(process.pid, sign)
+        except ProcessLookupError:  # a fork that has not begun its session yet, or nobody
+            if process.poll() is not None:
+                break
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, sign)
+        if process.wait(patience) is not None:
+            continue
+    process.wait()
+
+
+def post_mortem(method: str, status: int, log: str) -> str:
+    """What to tell of an engine process that died: how, the likely cause, the end of its log."""
+    lines = [line for line in log.splitlines() if line.strip()]
+    errors = [m.group(1) for line in lines if (m := re.search(r"\b(\w+(?:Error|Exception): .+)$", line))]
+    # vLLM's front end only says that its engine core failed and points at the lines above.
+    causes = [error for error in errors if "Engine core initialization failed" not in error]
+    how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
+    cause = f": {causes[-1]}" if causes else ""
+    tail = "\n".join(lines[-LOG_TAIL_LINES:])
+    return f"{method}: the engine's process {how}{cause}\nlast lines of its log:\n{tail}"
