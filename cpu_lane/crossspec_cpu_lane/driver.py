@@ -1,17 +1,121 @@
-"""The driver half of the backend: it names the CPU as the device and launches nothing."""
+"""The driver half of the backend: it loads a kernel's shared object and calls it."""
 
-from collections.abc import Callable
+import ctypes
+import functools
+import os
+import struct
+import sys
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
+from triton.runtime.cache import get_cache_manager
 
-from crossspec_cpu_lane import NOT_COMPILED, is_usable
+from crossspec_cpu_lane import is_usable
+from crossspec_cpu_lane.faults import Report, explain, extents_of
+
+# `struct` lays native types out as C does.
+PACKED = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H", "u32": "I"}
+PACKED |= {"u64": "Q", "fp16": "e", "fp32": "f", "fp64": "d"}
 
 
-class InterpreterDriver(DriverBase):
-    """What Triton and torch ask of a driver, answered for the CPU. Kernels never reach it: the interpreter
-    runs them in Python."""
+class Arguments:
+    """How a kernel's arguments are packed, found by following its signature."""
+
+    def __init__(self, kernel: str, signature: Mapping[Any, Any]) -> None:
+        self.kernel = kernel
+        self.names = [f"a{i}" for i in range(len(signature))]
+        self.values: list[str] = []
+        self.pointers: list[str | None] = []
+        """The expression of each argument that is a pointer."""
+        self.packed = ""
+        for name, kind in zip(self.names, signature.values(), strict=True):
+            self._visit(kind, name)
+
+    def _visit(self, kind: Any, expr: str) -> None:
+        if isinstance(kind, tuple):  # a tuple's members are arguments of their own
+            for i, member in enumerate(kind):
+                self._visit(member, f"{expr}[{i}]")
+        elif kind != "constexpr":
+            pointer = kind.startswith("*")
+            if not pointer and kind not in PACKED:
+                raise NotImplementedError(f"the CPU lane passes no argument of type {kind} to {self.kernel}")
+            self.values.append(expr + ".data_ptr()" * pointer)
+            self.pointers.append(expr if pointer else None)
+            self.packed += "P" if pointer else PACKED[kind]
+
+
+def make_launcher(source: Any, metadata: Any) -> Callable[..., None]:
+    """What Triton calls with a grid and the kernel's arguments, constants among them.
+
+    Written out for the signature and compiled by Python: nothing is decided at a launch.
+    """
+    library = _load(source.name, get_cache_manager(metadata.hash).get_file(f"{source.name[:150]}.so"))
+    translation = metadata.translation
+    arguments = Arguments(source.name, source.signature)
+    launch = library.launch
+    launch.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
+    launch.restype = ctypes.c_int
+    space: dict[str, Any] = {"launch": launch, "pack": struct.Struct("@" + arguments.packed).pack}
+    call = f"launch(pack({', '.join(arguments.values)}), x, y, z"
+    lines = ["    sys.stdout.flush()"] if translation["prints"] else []
+    space["sys"] = sys
+    if translation["faults"]:
+        launch.argtypes = [*launch.argtypes, ctypes.c_char_p, ctypes.c_void_p]
+        space |= {"Report": Report, "extents": extents_of, "explain": functools.partial(explain, translation)}
+        tensors = f"({''.join(f'{p}, ' for p in arguments.pointers)})"
+        lines += [
+            "    report = Report()",
+            f"    if {call}, extents({tensors}), report.address()):",
+            f"        raise explain(report, {tensors})",
+        ]
+    else:
+        lines.append(f"    {call})")
+    head = "x, y, z, stream, function, kernel_metadata, launch_metadata, enter, leave"
+    exec(f"def launcher({', '.join([head, *arguments.names])}):\n" + "\n".join(lines), space)
+    space["launcher"].library = library
+    return space["launcher"]
+
+
+def _load(kernel: str, path: str) -> ctypes.CDLL:
+    try:
+        return ctypes.CDLL(path)
+    except OSError as problem:
+        raise RuntimeError(
+            f"the compiled kernel {kernel} cannot be loaded ({problem}): delete {os.path.dirname(path)}, "
+            "and it is compiled again"
+        ) from problem
+
+
+class Utils:
+    """What Triton asks of a device; the launcher has loaded the code already."""
+
+    @staticmethod
+    def load_binary(name: str, kernel: bytes, shared: int, device: int) -> tuple[Any, ...]:
+        return name, name, 0, 0, 1 << 30
+
+    @staticmethod
+    def unload_module(module: Any) -> None:
+        """A library stays loaded until the process ends."""
+
+    @staticmethod
+    def get_device_properties(device: int) -> dict[str, int]:
+        return {"max_shared_mem": 1 << 30, "multiprocessor_count": 1, "max_num_regs": 1 << 16, "warpSize": 1}
+
+
+class CPUDriver(DriverBase):
+    """The processor as Triton's device."""
+
+    launcher_cls = staticmethod(make_launcher)
+    utils = Utils
+
+    def __init__(self) -> None:
+        # Triton imports this module in the middle of importing what `run` needs.
+        from crossspec_cpu_lane import run
+
+        run.install()
+        super().__init__()
 
     @classmethod
     def is_active(cls) -> bool:
@@ -19,7 +123,7 @@ class InterpreterDriver(DriverBase):
         return is_usable()
 
     def map_python_to_cpp_type(self, ty: str) -> str:
-        raise RuntimeError(NOT_COMPILED)
+        return "uint64_t" if ty.startswith("*") else ty
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cpu", 0, 1)
