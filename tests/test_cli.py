@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from vllm_crossspec.cli import app, demo, doctor, runner
+from vllm_crossspec.cli import app, demo, doctor, processes, runner
 from vllm_crossspec.cli.bench import read_configs
 from vllm_crossspec.cli.prompts import read_prompts
 
@@ -42,7 +42,8 @@ def play(monkeypatch, tmp_path):
 
     def replace(script):
         (tmp_path / "played_engine.py").write_text(PLAYED_ENGINE + script)
-        monkeypatch.setattr(runner, "CHILD_MODULE", "played_engine")
+        monkeypatch.setattr(processes, "CHILD_MODULE", "played_engine")
+        monkeypatch.setattr(processes, "_can_fork", lambda: False)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     return replace
@@ -158,7 +159,7 @@ def test_a_death_is_told_with_its_cause_and_log(play):
         'print("(EngineCore pid=1) ERROR OSError: no space left", flush=True)\n'
         'raise RuntimeError("Engine core initialization failed. See root cause above.")'
     )
-    with pytest.raises(runner.EngineError) as death:
+    with pytest.raises(processes.EngineError) as death:
         runner.run(job("dflash"), lambda event: None)
     first, *rest = str(death.value).splitlines()
     assert first == "dflash: the engine's process ended with status 1: OSError: no space left"
@@ -167,20 +168,20 @@ def test_a_death_is_told_with_its_cause_and_log(play):
 
 def test_a_killed_process_is_named(play):
     play("import signal; os.kill(os.getpid(), signal.SIGKILL)")
-    with pytest.raises(runner.EngineError, match="was ended by SIGKILL"):
+    with pytest.raises(processes.EngineError, match="was ended by SIGKILL"):
         runner.run(job(), lambda event: None)
 
 
 def test_an_early_end_without_results_is_no_success(play):
     play(f"emit('ready', seconds=1.0, **{ENVIRONMENT!r})")
-    with pytest.raises(runner.EngineError, match="chat"):
+    with pytest.raises(processes.EngineError, match="chat"):
         runner.run(job(), lambda event: None)
 
 
 def test_a_forked_child_that_holds_the_pipe_does_not_keep_us(play):
     play("import time\nif os.fork() == 0:\n    time.sleep(60)\nelse:\n    os._exit(3)")
     started = time.monotonic()
-    with pytest.raises(runner.EngineError, match="status 3"):
+    with pytest.raises(processes.EngineError, match="status 3"):
         runner.run(job(), lambda event: None)
     assert time.monotonic() - started < 30
 
@@ -188,7 +189,7 @@ def test_a_forked_child_that_holds_the_pipe_does_not_keep_us(play):
 def test_ending_the_command_ends_its_engines(play, pocket, tmp_path):
     pid_file = tmp_path / "pid"
     play(f"import time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(120)")
-    code = "import sys; from vllm_crossspec.cli import app, runner; runner.CHILD_MODULE = 'played_engine'; app.main()"
+    code = "from vllm_crossspec.cli import app, processes; processes.CHILD_MODULE = 'played_engine'; app.main()"
     command = subprocess.Popen([sys.executable, "-c", code, "demo", "--pocket", str(pocket)])
     deadline = time.monotonic() + 120
     while not (pid_file.exists() and pid_file.read_text()):
@@ -206,7 +207,7 @@ def test_ending_the_command_ends_its_engines(play, pocket, tmp_path):
 def test_demo_writes_the_document(play, pocket, tmp_path, crossspec):
     play(GENERATE)
     file = tmp_path / "out.json"
-    code, out, _ = crossspec("demo", "--pocket", pocket, "--json", file, "--max-tokens", 4)
+    code, out, err = crossspec("demo", "--methods", "all", "--pocket", pocket, "--json", file, "--max-tokens", 4)
     assert code == 0
     document = json.loads(file.read_text())
     keys = "method category num_prompts num_tokens num_target_calls num_verified_tokens acceptance_length"
@@ -217,15 +218,30 @@ def test_demo_writes_the_document(play, pocket, tmp_path, crossspec):
         (method, category) for method in demo.METHODS for category in categories
     ]
     assert {*document["meta"]} >= {"versions", "command", "commit", "hardware", "kernels_interpreted"}
-    assert document["meta"]["command"].startswith("crossspec demo --pocket")
-    assert "not meaningful" in out and "eagle3" in out
+    assert document["meta"]["command"].startswith("crossspec demo --methods all --pocket")
+    assert "not meaningful" in out and "eagle3" in out and "not a token of it" in out
+    done = [line for line in err.splitlines() if " target calls, " in line]
+    assert len(done) == len(demo.METHODS)
+    assert done[0].startswith("plain: ") and all("every text plain's" in line for line in done[1:])
+
+
+def test_demo_shows_the_headline_on_a_few_prompts(play, pocket, tmp_path, crossspec):
+    play(GENERATE)
+    file = tmp_path / "out.json"
+    assert crossspec("demo", "--pocket", pocket, "--json", file)[0] == 0
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["category"] == "all"]
+    assert [row["method"] for row in rows] == list(demo.HEADLINE)
+    assert {row["num_prompts"] for row in rows} == {4 * demo.HEADLINE_PROMPTS}
+    assert crossspec("demo", "--pocket", pocket, "--json", file, "--limit", 1, "--methods", "dart")[0] == 0
+    rows = [row for row in json.loads(file.read_text())["rows"] if row["category"] == "all"]
+    assert [(row["method"], row["num_prompts"]) for row in rows] == [("plain", 4), ("dart", 4)]
 
 
 def test_demo_fails_where_a_greedy_text_differs(play, pocket, tmp_path, crossspec, monkeypatch):
     play(GENERATE)
     monkeypatch.setitem(demo.METHODS, "dflash", demo.METHODS["dflash"] | {"tokens": [5, 6, 7, 9]})
     file = tmp_path / "out.json"
-    assert crossspec("demo", "--pocket", pocket, "--json", file)[0] == 1
+    assert crossspec("demo", "--methods", "all", "--pocket", pocket, "--json", file)[0] == 1
     verdicts = {(r["method"], r["identical_to_plain"]) for r in json.loads(file.read_text())["rows"]}
     assert verdicts == {(method, method != "dflash") for method in demo.METHODS}
     assert crossspec("demo", "--pocket", pocket, "--sampled")[0] == 0
@@ -253,7 +269,8 @@ def test_what_is_no_terminal_gets_whole_names_and_a_line_a_method(play, pocket, 
     code, out, err = crossspec("demo", "--pocket", pocket, "--methods", "plain,eagle3-longer-tree,whiflash-entropy")
     assert code == 0
     assert "eagle3-longer-tree" in out and "whiflash-entropy" in out
-    assert "eagle3-longer-tree: done (2 of 3)" in err.splitlines()
+    told = [line.partition(":")[0] for line in err.splitlines() if line.endswith(" of 3)")]
+    assert sorted(told) == ["eagle3-longer-tree", "plain", "whiflash-entropy"]
 
 
 def test_bench_hands_its_options_to_the_engine(play, tmp_path, crossspec):

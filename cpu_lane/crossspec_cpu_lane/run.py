@@ -56,7 +56,6 @@ def _write_launch(kernel: jit.JITFunction) -> Callable[..., Any]:
     import torch
 
     compiled: dict[Any, Any] = {}
-    globals_read = kernel.used_global_vals
     hooks = knobs.runtime
 
     def slowly(grid: Any, arguments: dict[str, Any], key: Any) -> Any:
@@ -77,7 +76,7 @@ def launch(grid, {_parameters(kernel)}**options):
         key = kernel = None
     if kernel is None or jit_function.pre_run_hooks or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
         return slowly(grid, {{{bound}, **options}}, key)
-    for (name, _), (value, read) in globals_read.items():
+    for (name, _), (value, read) in jit_function.used_global_vals.items():
         if read.get(name, missing) != value:
             raise RuntimeError(f"Global variable {{name}} has changed since we compiled this kernel, from {{value}}"
                                f" to {{read.get(name)}}")
@@ -91,7 +90,6 @@ def launch(grid, {_parameters(kernel)}**options):
     space: dict[str, Any] = {
         "Tensor": torch.Tensor,
         "compiled": compiled,
-        "globals_read": globals_read,
         "hooks": hooks,
         "jit_function": kernel,
         "kind": functools.partial(jit.native_specialize_impl, _backend()),

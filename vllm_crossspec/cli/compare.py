@@ -5,7 +5,7 @@ import os
 import queue
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +99,8 @@ def _run_all(jobs: Sequence[Job], console: Console, side_by_side: int) -> list[R
         except BaseException:
             for future in futures:
                 future.cancel()
-            end_all()
+            while wait(futures, timeout=0.1).not_done:  # one may have been about to start an engine
+                end_all()
             raise
 
 

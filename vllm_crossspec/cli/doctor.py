@@ -90,6 +90,8 @@ def can_run(checks: list[Check]) -> str:
         return "nothing for sure until the lines marked `fix` are mended"
     if any(check.name == "GPU" and check.status == OK for check in checks):
         return "everything: vllm serve, LLM(...), crossspec demo and bench, with times that mean something"
+    if any(check.name == "C compiler" and check.status == OK for check in checks):
+        return "everything at small size, on the CPU: texts, acceptance and counts are real, times are this CPU's"
     return "everything at small size, on the CPU: texts, acceptance and counts are real, times are not"
 
 
@@ -181,12 +183,31 @@ def check_triton(gpus: list[str]) -> list[Check]:
     elif gpus and interpreted:
         fix = "unset TRITON_INTERPRET: with it every kernel runs in Python"
     elif not gpus and "cpu" not in backends:
-        fix = "run `pip install --no-deps ./cpu_lane`, which lets vLLM's kernels run in Triton's interpreter"
-    elif not gpus and not interpreted and _version(CPU_LANE) is not None:
-        fix = "unset TRITON_INTERPRET (or set it to 1): the CPU lane has no compiler"
+        fix = "run `pip install --no-deps ./cpu_lane`, which compiles vLLM's kernels for this processor"
+    elif not gpus and _version(CPU_LANE) is not None:
+        return [Check(name="Triton", status=OK, found=found), _check_compiler(interpreted)]
     else:
         return [Check(name="Triton", status=OK, found=found)]
     return [Check(name="Triton", status=FAIL, found=found, fix=fix)]
+
+
+def _check_compiler(interpreted: bool) -> Check:
+    """The C compiler of the CPU lane, tried on a function that does nothing."""
+    from crossspec_cpu_lane import toolchain
+
+    name = "C compiler"
+    if toolchain.find() is None:
+        status = WARN if interpreted else FAIL
+        return Check(name=name, status=status, found="none: kernels are interpreted", fix=toolchain.INSTALL)
+    try:
+        found = toolchain.compiler()
+        toolchain.compile_c("int launch(void) { return 0; }", "doctor")
+    except RuntimeError as problem:
+        return Check(name=name, status=FAIL, found="does not work", fix=str(problem))
+    if interpreted:
+        fix = "unset TRITON_INTERPRET: kernels are interpreted, some hundred times slower than compiled"
+        return Check(name=name, status=WARN, found=f"{found.version}, not used", fix=fix)
+    return Check(name=name, status=OK, found=f"{found.version} ({found.command[0]})")
 
 
 def check_runner() -> list[Check]:
