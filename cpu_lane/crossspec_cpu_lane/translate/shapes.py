@@ -84,10 +84,18 @@ def broadcast(w: Writer, op: Op, operands: list[Value]) -> Value:
 
 @handles("tt.reshape")
 def reshape(w: Writer, op: Op, operands: list[Value]) -> Value:
-    to = op.types[-1]
-    if to.shape == operands[0].type.shape:
-        return operands[0]
-    return w.stored(w.array_of(operands[0]), to)
+    """A view where only axes of size 1 come or go, as in a sort; else the elements' order in an array is the same."""
+    to, source = op.types[-1], operands[0]
+    if to.shape == source.type.shape:
+        return source
+    if [size for size in to.shape if size > 1] != [size for size in source.type.shape if size > 1]:
+        return w.stored(w.array_of(source), to)
+
+    def at(index: Index) -> str:
+        moved = iter([i for i, size in zip(index, to.shape, strict=True) if size > 1])
+        return source.at(tuple(next(moved) if size > 1 else "0" for size in source.type.shape))
+
+    return Value(to, at)
 
 
 @handles("tt.trans")

@@ -84,6 +84,7 @@ class Writer:
         self.loop: Loop | None = None
         self.counter = 0
         self.stack_bytes = 0
+        self.flat_loops = 0
 
     # ---- text ----
 
@@ -118,6 +119,7 @@ class Writer:
 
     def render(self, loop: Loop) -> list[str]:
         lines = ["  " * loop.depth + self.declaration(f"{n}_a", t) for n, t in loop.saved.items()]
+        self.flat_loops += loop.flat
         depth = loop.depth
         for head in loop.heads():
             lines.append("  " * depth + head)
@@ -127,7 +129,7 @@ class Writer:
         for name, text in loop.lines:
             lines.append("  " * depth + text)
             if name in loop.saved:
-                lines.append("  " * depth + f"{name}_a[{loop.linear()}] = {name};")
+                lines.append("  " * depth + f"{name}_a[{linear(loop.shape, loop.index, loop)}] = {name};")
         return [*lines, "  " * (depth - 1) + "}"]
 
     def text(self) -> list[str]:
@@ -152,9 +154,7 @@ class Writer:
         """A tensor in an array."""
 
         def at(index: Index) -> str:
-            loop = self.loop
-            own = loop is not None and index is loop.index and loop.shape == type_.shape
-            return f"{array}[{loop.linear() if own else linear(type_.shape, index)}]"
+            return f"{array}[{linear(type_.shape, index, self.loop)}]"
 
         return Value(type_, at, array)
 
