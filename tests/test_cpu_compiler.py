@@ -486,6 +486,27 @@ def test_sums_add_in_the_order_of_numpy(dtype, m, n):
 
 
 @triton.jit
+def transposed_sums_kernel(a, b, out, N: tl.constexpr, AXIS: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(a + i[:, None] * N + i[None, :])
+    y = tl.trans(x)
+    tl.store(out + i, tl.sum(y, AXIS))
+    tl.store(out + N + i, tl.sum(y * 2 + 1, AXIS))
+    tl.store(out + 2 * N + i, tl.sum(y + tl.load(b + i[:, None] * N + i[None, :]), AXIS))
+    tl.store(out + 3 * N + i, tl.sum(tl.where(y > 0, y, i[:, None].to(tl.float32)), AXIS))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_sums_follow_the_layout_that_numpy_would_choose(axis):
+    a, b, out = randn(N, N, seed=1), randn(N, N, seed=2), torch.zeros(4, N)
+    transposed_sums_kernel[(1,)](a, b, out, N=N, AXIS=axis)
+    y, column = a.numpy().T, np.broadcast_to(np.arange(N, dtype=np.float32)[:, None], (N, N))
+    zeros, ones = np.zeros((N, N), np.float32), np.ones((N, N), np.float32)  # as `splat` makes them
+    arrays = [y, y * (ones + ones) + ones, y + b.numpy(), np.where(y > zeros, y, column)]
+    assert same(out, torch.from_numpy(np.stack([x.sum(axis) for x in arrays])))
+
+
+@triton.jit
 def add_pairs(a, x, b, y):
     return a + b, x * y
 

@@ -1,12 +1,13 @@
 """Reductions, scans and histograms: loops that are written out.
 
-Sums of floats add in numpy's order, so that they equal the interpreter's: pairwise along the last axis, one after the
-other along any other.
+Sums of floats add in numpy's order, so that they equal the interpreter's: pairwise along the axis that is innermost in
+memory, one after the other along any other.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from crossspec_cpu_lane.translate.layout import is_innermost
 from crossspec_cpu_lane.translate.regions import region_values
 from crossspec_cpu_lane.translate.registry import handles
 from crossspec_cpu_lane.translate.values import Index, Value, c_type, element_count, product
@@ -77,17 +78,26 @@ def reduce(w: Writer, op: Op, operands: list[Value]) -> Value | list[Value]:
     if single == "xori" and axis.size == 2:
         return exclusive_or_of_two(op, sources[0])
     results = [w.declared(n, t) for n, t in zip(op.results, op.types, strict=True)]
-    arrays = [s.array for s in sources]
     with block(w, " ".join(axis.heads)):
         out = [axis.rest(r.array) if r.array else r.at(()) for r in results]
-        if single == "addf" and elem in PAIRWISE and axis.inner == 1:
-            w.emit(f"{out[0]} = sum_{elem}(&{axis.element(arrays[0], '0')}, {axis.size});")
+        if single == "addf" and elem in PAIRWISE and is_innermost(shape, sources[0].strides, op.int_attr("axis")):
+            w.emit(f"{out[0]} = sum_{elem}({row_of(w, axis, sources[0])}, {axis.size});")
         elif single in ANY_ORDER and axis.inner == 1 and axis.size >= 2 * LANES:
             w.emit(f"{out[0]} = {reduce_in_lanes(w, op, sources[0], axis)};")
         else:
             for o, total in zip(out, reduce_in_order(w, op, sources, axis), strict=True):
                 w.emit(f"{o} = {total};")
     return results if len(results) > 1 else results[0]
+
+
+def row_of(w: Writer, axis: Axis, source: Value) -> str:
+    """The elements along an axis, one behind the other."""
+    if axis.inner == 1:
+        return f"&{axis.element(source.array, '0')}"
+    row = w.fresh("row")
+    w.emit(f"{c_type(source.type.elem)} {row}[{axis.size}];")
+    w.emit(f"for (int k = 0; k < {axis.size}; k++) {row}[k] = {axis.element(source.array, 'k')};")
+    return row
 
 
 def exclusive_or_of_two(op: Op, source: Value) -> Value:

@@ -6,6 +6,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable
 
+from crossspec_cpu_lane.translate.layout import Strides, c_order
 from crossspec_cpu_lane.ttir import FLOAT8, Type
 
 C_NAMES = {"index": "i64", "f8E4M3FN": "e4m3", "f8E5M2": "e5m2", "f8E4M3FNUZ": "e4m3fnuz", "f8E5M2FNUZ": "e5m2fnuz"}
@@ -108,6 +109,12 @@ class Value:
         self.type, self.at, self.array, self.loop = type_, at, array, loop
         self.computed = False
         """Its own, not a view of another: writing to another value cannot change it."""
+        self.strides: Strides = c_order(type_.shape or ())
+        """As numpy would have them; the value itself is stored in C's order."""
+
+    def laid_out(self, strides: Strides) -> "Value":
+        self.strides = strides
+        return self
 
 
 class Loop:

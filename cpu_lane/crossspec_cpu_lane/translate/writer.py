@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from crossspec_cpu_lane.translate.functions import prototype
+from crossspec_cpu_lane.translate.layout import elementwise
 from crossspec_cpu_lane.translate.registry import HANDLERS
 from crossspec_cpu_lane.translate.values import (
     FlushError,
@@ -220,6 +221,9 @@ class Writer:
                 return self.in_loop(loop, name, type_)
 
             value = self.retry(add)
+            if not loads:
+                same = [o.strides for o in operands if o.type.shape == type_.shape]
+                value.laid_out(elementwise(type_.shape, same))
         value.computed = True
         return value
 
@@ -260,7 +264,7 @@ class Writer:
         return value.array
 
     def in_array(self, value: Value) -> Value:
-        return self.stored(self.array_of(value), value.type)
+        return self.stored(self.array_of(value), value.type).laid_out(value.strides)
 
     def assign(self, targets: Sequence[Value], sources: Sequence[Value], parallel: bool) -> None:
         """Copy values into declared ones; in parallel where a source may read a target."""
