@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 
 from crossspec_cpu_lane.translate.registry import handles
-from crossspec_cpu_lane.translate.values import Value, c_type
+from crossspec_cpu_lane.translate.values import Value, c_type, integer_literal
 from crossspec_cpu_lane.translate.writer import Writer
 from crossspec_cpu_lane.ttir import NAME, Op, Type, UnsupportedError, split_types
 
@@ -73,9 +73,14 @@ def count(w: Writer, op: Op, operands: list[Value]) -> Result:
     state = carried(w, pairs)
     low, high, step = (w.get(v) for v in (low, high, step))
     i, kind = w.fresh(variable), c_type(low.type.elem)
-    view = f"(u{low.type.bits})" if unsigned else ""
-    test = f"{view}{i} < {view}{high.at(())}"
-    w.emit(f"for ({kind} {i} = {low.at(())}; {test}; {i} += {step.at(())}) {{")
+    if step.at(()) == integer_literal(1, kind):
+        view = f"(u{low.type.bits})" if unsigned else ""
+        w.emit(f"for ({kind} {i} = {low.at(())}; {view}{i} < {view}{high.at(())}; {i}++) {{")
+    else:  # adding the step may wrap around before the end is reached
+        n = w.fresh("left")
+        bounds = ", ".join(v.at(()) for v in (low, high, step))
+        w.emit(f"u64 {n} = {'u' if unsigned else 'i'}{low.type.bits}_steps({bounds});")
+        w.emit(f"for ({kind} {i} = {low.at(())}; {n}-- > 0; {i} += {step.at(())}) {{")
     w.values[variable] = w.named(i, low.type)
     w.define([n for n, _ in pairs], state)
     hand_over(w, inside(w, op, 0), state, parallel=True)

@@ -24,6 +24,10 @@ PRELUDE = pathlib.Path(__file__).with_name("prelude.h")
 IDS = [f"  const int program_{d} = c->program[{i}], programs_{d} = c->programs[{i}];" for i, d in enumerate("xyz")]
 
 
+MANY_FLAT_LOOPS = 16
+"""A sort has hundreds, in which gcc looks for vectors for many seconds and finds none."""
+
+
 @dataclass(frozen=True)
 class Translation:
     """A kernel in C, and what its launcher must know."""
@@ -65,14 +69,16 @@ def translate(text: str, checked: bool = False) -> Translation:
         kernel.values[name] = kernel.named(c_name, type_)
     kernel.blocks(entry.blocks)
     params = ", ".join(["struct context *c", *(f"{t} {n}" for t, n in fields)])
+    body = kernel.text()
     code = [
+        *(['#pragma GCC optimize ("no-tree-vectorize")'] if kernel.flat_loops >= MANY_FLAT_LOOPS else []),
         PRELUDE.read_text(),
         *sorted(module.prototypes),
         *(head + ";" for head, _ in parts),
         *(line for head, body in parts for line in [head + " {", *IDS, *body, "}"]),
         f"static void program({params}) {{",
         *IDS,
-        *kernel.text(),
+        *body,
         "}",
         *launch(fields, module),
         "",

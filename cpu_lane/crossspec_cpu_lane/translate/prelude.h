@@ -66,6 +66,13 @@ INLINE int in_bounds(struct context *c, ptr p, u64 size, u64 arguments, int site
   INLINE S shl_##S(S a, S b) { return (U)b < BITS ? (S)((U)a << b) : 0; }                        \
   INLINE S shr_##S(S a, S b) { return (S)(a >> ((U)b < BITS ? b : BITS - 1)); }                  \
   INLINE U shr_##U(U a, U b) { return b < BITS ? (U)(a >> b) : 0; }
+/* How often a loop from `low` to below `high` runs; a step that is not positive ends it at once. */
+#define STEPS(T, U) \
+  INLINE u64 T##_steps(T low, T high, T step) { return low < high && step > 0 ? ((U)high - (U)low - 1) / (U)step + 1ull : 0; }
+STEPS(i32, u32)
+STEPS(i64, u64)
+STEPS(u32, u32)
+STEPS(u64, u64)
 INTEGERS(i8, u8, 8)
 INTEGERS(i16, u16, 16)
 INTEGERS(i32, u32, 32)
@@ -164,7 +171,7 @@ INLINE u32 sign_f64(f64 x) { return (u32)(BITCAST(u64, f64, x) >> 63); }
   }
 NARROW(f16, 16, 10, 15, 0x7bff, 0x7c00, 0x7e00)
 NARROW(bf16, 16, 7, 127, 0x7f7f, 0x7f80, 0x7fc0)
-NARROW(e4m3, 8, 3, 7, 0x7e, 0x7f, 0x7f)
+NARROW(e4m3, 8, 3, 7, 0x7e, 0x7e, 0x7f)
 NARROW(e5m2, 8, 2, 15, 0x7b, 0x7c, 0x7f)
 FNUZ(e4m3fnuz, 3, 8)
 FNUZ(e5m2fnuz, 2, 16)

@@ -80,7 +80,8 @@ class Provenance:
             self.add(result, arguments)
 
     def regions(self, op: Op) -> None:
-        pairs = re.findall(CARRIED, op.words)
+        words = op.words.partition("iter_args(")[2] if op.name == "scf.for" else op.words
+        pairs = re.findall(CARRIED, words.split(") : ")[0] if op.name == "scf.while" else words)
         state = [n for n, _ in pairs]
         self.link(state, [s for _, s in pairs])
         for region in op.regions:

@@ -1,15 +1,16 @@
 """Reductions, scans and histograms: loops that are written out.
 
-Sums of floats add in numpy's order, so that they equal the interpreter's: pairwise along the last axis, one after the
-other along any other.
+Sums of floats add in numpy's order, so that they equal the interpreter's: pairwise along the axis that is innermost in
+memory, one after the other along any other.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from crossspec_cpu_lane.translate.layout import is_innermost
 from crossspec_cpu_lane.translate.regions import region_values
 from crossspec_cpu_lane.translate.registry import handles
-from crossspec_cpu_lane.translate.values import Index, Value, c_type
+from crossspec_cpu_lane.translate.values import Index, Value, c_type, element_count, product
 from crossspec_cpu_lane.translate.writer import Writer
 from crossspec_cpu_lane.ttir import Op, Type
 
@@ -29,20 +30,23 @@ def block(w: Writer, head: str) -> Iterator[None]:
     w.emit("}")
 
 
-@contextmanager
-def nest(w: Writer, shape: tuple[int, ...], skip: int | None = None) -> Iterator[Index]:
-    """A loop over all axes but one."""
-    index = []
-    w.flush()
-    for d, size in enumerate(shape):
-        index.append("0" if d == skip or size == 1 else f"j{d}")
-    heads = [f"for (int {i} = 0; {i} < {size}; {i}++)" for i, size in zip(index, shape, strict=True) if i != "0"]
-    with block(w, " ".join(heads)):
-        yield tuple(index)
+class Axis:
+    """An axis of tensors of one shape in arrays: how far apart its elements are, and the loops over all others."""
 
+    def __init__(self, shape: tuple[int, ...], axis: int) -> None:
+        self.size, self.inner = shape[axis], product(shape[axis + 1 :])
+        self.outer = product(shape[:axis])
+        self.heads = [
+            f"for (int {i} = 0; {i} < {size}; {i}++)" for i, size in (("o", self.outer), ("i", self.inner)) if size > 1
+        ]
 
-def at_axis(values: Sequence[Value], index: Index, axis: int, k: str) -> list[str]:
-    return [v.at((*index[:axis], k, *index[axis + 1 :])) for v in values]
+    def element(self, array: str, k: str) -> str:
+        row = f"(o * {self.size} + {k})" if self.outer > 1 else k
+        return f"{array}[{row}]" if self.inner == 1 else f"{array}[{row} * {self.inner} + i]"
+
+    def rest(self, array: str) -> str:
+        """The element of a tensor without the axis."""
+        return f"{array}[{'o' if self.outer > 1 else '0'}{f' * {self.inner} + i' if self.inner > 1 else ''}]"
 
 
 def update(w: Writer, names: Sequence[str], values: Sequence[Value], kinds: Sequence[str]) -> None:
@@ -69,50 +73,67 @@ def single_combiner(op: Op) -> str:
 @handles("tt.reduce")
 def reduce(w: Writer, op: Op, operands: list[Value]) -> Value | list[Value]:
     sources = [w.in_array(w.get(n)) for n in op.operands[: len(op.types)]]
-    axis, shape = op.int_attr("axis"), sources[0].type.shape
-    rest = shape[:axis] + shape[axis + 1 :]
-    results = [w.declared(n, Type(s.type.elem, rest or None)) for n, s in zip(op.results, sources, strict=True)]
-    single, elem = single_combiner(op), sources[0].type.elem
-    inner = all(size == 1 for size in shape[axis + 1 :])
-    with nest(w, shape, skip=axis) as index:
-        out = [r.at(index[:axis] + index[axis + 1 :]) if rest else r.at(()) for r in results]
-        if single == "addf" and elem in PAIRWISE and inner:
-            first = at_axis(sources, index, axis, "0")[0]
-            w.emit(f"{out[0]} = sum_{elem}(&{first}, {shape[axis]});")
-        elif single in ANY_ORDER and inner and shape[axis] >= 2 * LANES:
-            w.emit(f"{out[0]} = {reduce_in_lanes(w, op, sources[0], index, axis)};")
+    single, elem, shape = single_combiner(op), sources[0].type.elem, sources[0].type.shape
+    axis = Axis(shape, op.int_attr("axis"))
+    if single == "xori" and axis.size == 2:
+        return exclusive_or_of_two(op, sources[0])
+    results = [w.declared(n, t) for n, t in zip(op.results, op.types, strict=True)]
+    with block(w, " ".join(axis.heads)):
+        out = [axis.rest(r.array) if r.array else r.at(()) for r in results]
+        if single == "addf" and elem in PAIRWISE and is_innermost(shape, sources[0].strides, op.int_attr("axis")):
+            w.emit(f"{out[0]} = sum_{elem}({row_of(w, axis, sources[0])}, {axis.size});")
+        elif single in ANY_ORDER and axis.inner == 1 and axis.size >= 2 * LANES:
+            w.emit(f"{out[0]} = {reduce_in_lanes(w, op, sources[0], axis)};")
         else:
-            for o, total in zip(out, reduce_in_order(w, op, sources, index, axis), strict=True):
+            for o, total in zip(out, reduce_in_order(w, op, sources, axis), strict=True):
                 w.emit(f"{o} = {total};")
     return results if len(results) > 1 else results[0]
 
 
-def reduce_in_order(w: Writer, op: Op, sources: list[Value], index: Index, axis: int) -> list[str]:
+def row_of(w: Writer, axis: Axis, source: Value) -> str:
+    """The elements along an axis, one behind the other."""
+    if axis.inner == 1:
+        return f"&{axis.element(source.array, '0')}"
+    row = w.fresh("row")
+    w.emit(f"{c_type(source.type.elem)} {row}[{axis.size}];")
+    w.emit(f"for (int k = 0; k < {axis.size}; k++) {row}[k] = {axis.element(source.array, 'k')};")
+    return row
+
+
+def exclusive_or_of_two(op: Op, source: Value) -> Value:
+    """A view: with it a sort, which exchanges neighbours so, is one loop for each step."""
+    axis, to = op.int_attr("axis"), op.types[0]
+
+    def at(index: Index) -> str:
+        a, b = (source.at((*index[:axis], k, *index[axis:])) for k in "01")
+        return f"({a} ^ {b})"
+
+    return Value(to, at)
+
+
+def reduce_in_order(w: Writer, op: Op, sources: list[Value], axis: Axis) -> list[str]:
     kinds = [c_type(s.type.elem) for s in sources]
     totals = [w.fresh("total") for _ in sources]
-    for total, kind, first in zip(totals, kinds, at_axis(sources, index, axis, "0"), strict=True):
-        w.emit(f"{kind} {total} = {first};")
-    with block(w, f"for (int k = 1; k < {sources[0].type.shape[axis]}; k++)"):
-        values = region_values(w, op.regions[0], [*totals, *at_axis(sources, index, axis, "k")], op.types_of_region())
-        update(w, totals, values, kinds)
+    for total, kind, source in zip(totals, kinds, sources, strict=True):
+        w.emit(f"{kind} {total} = {axis.element(source.array, '0')};")
+    with block(w, f"for (int k = 1; k < {axis.size}; k++)"):
+        elements = [axis.element(s.array, "k") for s in sources]
+        update(w, totals, region_values(w, op.regions[0], [*totals, *elements], op.types_of_region()), kinds)
     return totals
 
 
-def reduce_in_lanes(w: Writer, op: Op, source: Value, index: Index, axis: int) -> str:
+def reduce_in_lanes(w: Writer, op: Op, source: Value, axis: Axis) -> str:
     """Several totals side by side, so that the C compiler can use vectors."""
     total, kind = w.fresh("total"), c_type(source.type.elem)
-
-    def element(k: str) -> str:
-        return at_axis([source], index, axis, k)[0]
 
     def combine(a: str, b: str) -> str:
         return w.combined(op.regions[0][0], [a, b])[0].at(())
 
     w.emit(f"{kind} {total}[{LANES}];")
-    w.emit(f"for (int l = 0; l < {LANES}; l++) {total}[l] = {element('l')};")
-    groups = f"for (int k = {LANES}; k < {source.type.shape[axis]}; k += {LANES})"
+    w.emit(f"for (int l = 0; l < {LANES}; l++) {total}[l] = {axis.element(source.array, 'l')};")
+    groups = f"for (int k = {LANES}; k < {axis.size}; k += {LANES})"
     with block(w, f"{groups} for (int l = 0; l < {LANES}; l++)"):
-        w.emit(f"{total}[l] = {combine(f'{total}[l]', element('(k + l)'))};")
+        w.emit(f"{total}[l] = {combine(f'{total}[l]', axis.element(source.array, 'k + l'))};")
     with block(w, f"for (int k = 1; k < {LANES}; k++)"):
         w.emit(f"{total}[0] = {combine(f'{total}[0]', f'{total}[k]')};")
     return f"{total}[0]"
@@ -121,23 +142,22 @@ def reduce_in_lanes(w: Writer, op: Op, source: Value, index: Index, axis: int) -
 @handles("tt.scan")
 def scan(w: Writer, op: Op, operands: list[Value]) -> Value | list[Value]:
     sources = [w.in_array(w.get(n)) for n in op.operands[: len(op.types)]]
-    axis, shape = op.int_attr("axis"), sources[0].type.shape
+    axis = Axis(sources[0].type.shape, op.int_attr("axis"))
     results = [w.declared(n, s.type) for n, s in zip(op.results, sources, strict=True)]
     kinds = [c_type(s.type.elem) for s in sources]
-    n, reverse = shape[axis], "reverse = true" in op.words
-    start = str(n - 1) if reverse else "0"
-    head = f"for (int k = {n - 2}; k >= 0; k--)" if reverse else f"for (int k = 1; k < {n}; k++)"
-    with nest(w, shape, skip=axis) as index:
+    reverse = "reverse = true" in op.words
+    start = str(axis.size - 1) if reverse else "0"
+    head = f"for (int k = {axis.size - 2}; k >= 0; k--)" if reverse else f"for (int k = 1; k < {axis.size}; k++)"
+    with block(w, " ".join(axis.heads)):
         totals = [w.fresh("total") for _ in sources]
-        firsts, outs = at_axis(sources, index, axis, start), at_axis(results, index, axis, start)
-        for total, kind, first, out in zip(totals, kinds, firsts, outs, strict=True):
-            w.emit(f"{kind} {total} = {first};")
-            w.emit(f"{out} = {total};")
+        for total, kind, source, result in zip(totals, kinds, sources, results, strict=True):
+            w.emit(f"{kind} {total} = {axis.element(source.array, start)};")
+            w.emit(f"{axis.element(result.array, start)} = {total};")
         with block(w, head):
-            args = [*totals, *at_axis(sources, index, axis, "k")]
-            update(w, totals, region_values(w, op.regions[0], args, op.types_of_region()), kinds)
-            for total, out in zip(totals, at_axis(results, index, axis, "k"), strict=True):
-                w.emit(f"{out} = {total};")
+            elements = [axis.element(s.array, "k") for s in sources]
+            update(w, totals, region_values(w, op.regions[0], [*totals, *elements], op.types_of_region()), kinds)
+            for total, result in zip(totals, results, strict=True):
+                w.emit(f"{axis.element(result.array, 'k')} = {total};")
     return results if len(results) > 1 else results[0]
 
 
@@ -147,9 +167,7 @@ def map_elementwise(w: Writer, op: Op, operands: list[Value]) -> Value | list[Va
     pack = op.int_attr("pack")
     sources = [w.in_array(w.get(n)) for n in op.operands]
     results = [w.declared(n, t) for n, t in zip(op.results, op.types, strict=True)]
-    count = 1
-    for size in sources[0].type.shape:
-        count *= size
+    count = element_count(sources[0].type)
     with block(w, f"for (int k = 0; k < {count}; k += {pack})"):
         args = [f"{s.array}[k + {i}]" for s in sources for i in range(pack)]
         outs = [f"{r.array}[k + {i}]" for r in results for i in range(pack)]

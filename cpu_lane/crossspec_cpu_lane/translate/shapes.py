@@ -69,7 +69,9 @@ def unsplat(w: Writer, op: Op, operands: list[Value]) -> Value:
 @handles("tt.expand_dims")
 def expand_dims(w: Writer, op: Op, operands: list[Value]) -> Value:
     axis = op.int_attr("axis")
-    return Value(op.types[-1], lambda index: operands[0].at(index[:axis] + index[axis + 1 :]))
+    strides = operands[0].strides
+    value = Value(op.types[-1], lambda index: operands[0].at(index[:axis] + index[axis + 1 :]))
+    return value.laid_out((*strides[:axis], 0, *strides[axis:]))
 
 
 @handles("tt.broadcast")
@@ -79,15 +81,24 @@ def broadcast(w: Writer, op: Op, operands: list[Value]) -> Value:
     def at(index: Index) -> str:
         return operands[0].at(tuple("0" if d == 1 else i for i, d in zip(index, shape, strict=True)))
 
-    return Value(op.types[-1], at)
+    strides = zip(operands[0].strides, shape, strict=True)
+    return Value(op.types[-1], at).laid_out(tuple(0 if d == 1 else s for s, d in strides))
 
 
 @handles("tt.reshape")
 def reshape(w: Writer, op: Op, operands: list[Value]) -> Value:
-    to = op.types[-1]
-    if to.shape == operands[0].type.shape:
-        return operands[0]
-    return w.stored(w.array_of(operands[0]), to)
+    """A view where only axes of size 1 come or go, as in a sort; else the elements' order in an array is the same."""
+    to, source = op.types[-1], operands[0]
+    if to.shape == source.type.shape:
+        return source
+    if [size for size in to.shape if size > 1] != [size for size in source.type.shape if size > 1]:
+        return w.stored(w.array_of(source), to)
+
+    def at(index: Index) -> str:
+        moved = iter([i for i, size in zip(index, to.shape, strict=True) if size > 1])
+        return source.at(tuple(next(moved) if size > 1 else "0" for size in source.type.shape))
+
+    return Value(to, at)
 
 
 @handles("tt.trans")
@@ -100,7 +111,7 @@ def transpose(w: Writer, op: Op, operands: list[Value]) -> Value:
             source[axis] = i
         return operands[0].at(tuple(source))
 
-    return Value(op.types[-1], at)
+    return Value(op.types[-1], at).laid_out(tuple(operands[0].strides[axis] for axis in order))
 
 
 @handles("tt.join")
@@ -114,7 +125,8 @@ def join(w: Writer, op: Op, operands: list[Value]) -> Value:
 def split(w: Writer, op: Op, operands: list[Value]) -> list[Value]:
     source = operands[0]
     type_ = Type(source.type.elem, source.type.shape[:-1])
-    return [Value(type_, lambda index, k=k: source.at((*index, k))) for k in ("0", "1")]
+    halves = (Value(type_, lambda index, k=k: source.at((*index, k))) for k in ("0", "1"))
+    return [half.laid_out(source.strides[:-1]) for half in halves]
 
 
 @handles("tt.cat")

@@ -1,9 +1,12 @@
 """What stands for a value of Triton's IR while its C code is written: types, literals, indices, values, loops."""
 
+import functools
+import operator
 import re
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
+from crossspec_cpu_lane.translate.layout import Strides, c_order
 from crossspec_cpu_lane.ttir import FLOAT8, Type
 
 C_NAMES = {"index": "i64", "f8E4M3FN": "e4m3", "f8E5M2": "e5m2", "f8E4M3FNUZ": "e4m3fnuz", "f8E5M2FNUZ": "e5m2fnuz"}
@@ -79,18 +82,21 @@ def dense_elements(text: str, strings: list[str], type_: Type) -> list[str] | No
 
 
 def element_count(type_: Type) -> int:
-    count = 1
-    for size in type_.shape or ():
-        count *= size
-    return count
+    return product(type_.shape or ())
 
 
-def linear(shape: tuple[int, ...], index: Index) -> str:
-    """The position of an element in an array."""
+def product(sizes: Iterable[int]) -> int:
+    return functools.reduce(operator.mul, sizes, 1)
+
+
+def linear(shape: tuple[int, ...], index: Index, loop: "Loop | None" = None) -> str:
+    """The position of an element in an array; axes that a flat loop counts in a row are taken as one."""
+    axes = [(size, i) for size, i in zip(shape, index, strict=True) if size > 1]
+    if loop is not None and loop.flat:
+        axes = loop.grouped(axes)
     expr = ""
-    for size, i in zip(shape, index, strict=True):
-        if size > 1:
-            expr = f"({expr}) * {size} + {i}" if expr else i
+    for size, i in axes:
+        expr = f"({expr}) * {size} + {i}" if expr else i
     return expr or "0"
 
 
@@ -103,6 +109,12 @@ class Value:
         self.type, self.at, self.array, self.loop = type_, at, array, loop
         self.computed = False
         """Its own, not a view of another: writing to another value cannot change it."""
+        self.strides: Strides = c_order(type_.shape or ())
+        """As numpy would have them; the value itself is stored in C's order."""
+
+    def laid_out(self, strides: Strides) -> "Value":
+        self.strides = strides
+        return self
 
 
 class Loop:
@@ -121,9 +133,28 @@ class Loop:
     def flat(self) -> bool:
         return sum(size > 1 for size in self.shape) >= FLAT_RANK
 
-    def linear(self) -> str:
-        """The position of the loop's own element."""
-        return "e" if self.flat else linear(self.shape, self.index)
+    def grouped(self, axes: list[tuple[int, str]]) -> list[tuple[int, str]]:
+        """Joins neighbouring axes that are neighbours in the loop, too: one division for all of them."""
+        own = [(size, i) for size, i in zip(self.shape, self.index, strict=True) if size > 1]
+        groups: list[tuple[int, str]] = []
+        at = 0
+        while at < len(axes):
+            start = own.index(axes[at]) if axes[at] in own else -1
+            count = 1
+            while start >= 0 and own[start : start + count + 1] == axes[at : at + count + 1] and at + count < len(axes):
+                count += 1
+            if start < 0:
+                groups.append(axes[at])
+            else:
+                size, stride = product(s for s, _ in axes[at : at + count]), product(s for s, _ in own[start + count :])
+                groups.append((size, self.counter(size, stride, first=start == 0)))
+            at += count
+        return groups
+
+    @staticmethod
+    def counter(size: int, stride: int, first: bool) -> str:
+        expr = f"e / {stride}" if stride > 1 else "e"
+        return expr if first else f"{expr} % {size}"
 
     def heads(self) -> list[str]:
         """The `for` lines, followed by the counters that are derived from a flat loop's only one."""
@@ -131,15 +162,16 @@ class Loop:
             pairs = zip(self.index, self.shape, strict=True)
             return [f"for (int {i} = 0; {i} < {size}; {i}++)" for i, size in pairs if i != "0"]
         count = element_count(Type("i1", self.shape))
-        return [f"for (int e = 0; e < {count}; e++)"]
+        return [f"for (u32 e = 0; e < {count}; e++)"]
 
     def counters(self) -> list[str]:
         if not self.flat:
             return []
         lines, stride = [], 1
+        used = set(re.findall(r"\be\d+\b", " ".join(text for _, text in self.lines)))
         for i, size in reversed(list(zip(self.index, self.shape, strict=True))):
-            if i != "0":
-                lines.append(f"const int {i} = e / {stride} % {size};")
+            if i in used:
+                lines.append(f"const int {i} = (int)({self.counter(size, stride, first=False)});")
             stride *= size
         return lines
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from crossspec_cpu_lane.translate.functions import prototype
+from crossspec_cpu_lane.translate.layout import elementwise
 from crossspec_cpu_lane.translate.registry import HANDLERS
 from crossspec_cpu_lane.translate.values import (
     FlushError,
@@ -84,6 +85,7 @@ class Writer:
         self.loop: Loop | None = None
         self.counter = 0
         self.stack_bytes = 0
+        self.flat_loops = 0
 
     # ---- text ----
 
@@ -118,6 +120,7 @@ class Writer:
 
     def render(self, loop: Loop) -> list[str]:
         lines = ["  " * loop.depth + self.declaration(f"{n}_a", t) for n, t in loop.saved.items()]
+        self.flat_loops += loop.flat
         depth = loop.depth
         for head in loop.heads():
             lines.append("  " * depth + head)
@@ -127,7 +130,7 @@ class Writer:
         for name, text in loop.lines:
             lines.append("  " * depth + text)
             if name in loop.saved:
-                lines.append("  " * depth + f"{name}_a[{loop.linear()}] = {name};")
+                lines.append("  " * depth + f"{name}_a[{linear(loop.shape, loop.index, loop)}] = {name};")
         return [*lines, "  " * (depth - 1) + "}"]
 
     def text(self) -> list[str]:
@@ -152,9 +155,7 @@ class Writer:
         """A tensor in an array."""
 
         def at(index: Index) -> str:
-            loop = self.loop
-            own = loop is not None and index is loop.index and loop.shape == type_.shape
-            return f"{array}[{loop.linear() if own else linear(type_.shape, index)}]"
+            return f"{array}[{linear(type_.shape, index, self.loop)}]"
 
         return Value(type_, at, array)
 
@@ -220,6 +221,9 @@ class Writer:
                 return self.in_loop(loop, name, type_)
 
             value = self.retry(add)
+            if not loads:
+                same = [o.strides for o in operands if o.type.shape == type_.shape]
+                value.laid_out(elementwise(type_.shape, same))
         value.computed = True
         return value
 
@@ -260,7 +264,7 @@ class Writer:
         return value.array
 
     def in_array(self, value: Value) -> Value:
-        return self.stored(self.array_of(value), value.type)
+        return self.stored(self.array_of(value), value.type).laid_out(value.strides)
 
     def assign(self, targets: Sequence[Value], sources: Sequence[Value], parallel: bool) -> None:
         """Copy values into declared ones; in parallel where a source may read a target."""
