@@ -1,5 +1,6 @@
 """Every mistake that a new user makes gets one sentence, before anything heavy is loaded, and a non-zero exit."""
 
+import asyncio
 import json
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 from servers import command
 
 from vllm_crossspec.engine import compat
+from vllm_crossspec.engine.requests import check_request
 
 pytestmark = pytest.mark.e2e
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -197,6 +199,37 @@ def test_one_sentence(tmp_path, name):
     with pytest.raises(ValueError, match=sentence) as caught:
         config_of(make(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("asked", ["of", "", 1, ["off"]])
+def test_a_request_for_no_mode_of_ours_is_the_clients_mistake(asked):
+    """Through vLLM's own `generate`, which makes other kinds of errors a 500 without a message."""
+    from vllm import SamplingParams
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    class Frontend(AsyncLLM):
+        log_requests = False
+
+        def __init__(self):
+            pass
+
+        def __del__(self):
+            pass
+
+        async def add_request(self, request_id, prompt, params, **options):
+            check_request(params)
+
+    async def ask():
+        parameters = SamplingParams(extra_args={"crossspec": asked})
+        async for _ in Frontend().generate("Hello", parameters, request_id="0"):
+            pass
+
+    with pytest.raises(Exception, match="the extra argument 'crossspec' is") as caught:
+        asyncio.run(ask())
+    answer = create_error_response(caught.value).error
+    assert answer.code == 400
+    assert answer.message == f"the extra argument 'crossspec' is {asked!r}; use one of tree, chain, off"
 
 
 def test_the_v1_runner_is_refused(monkeypatch):

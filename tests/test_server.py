@@ -66,6 +66,8 @@ def test_the_client_gets_plains_text(name, questions, plain, monkeypatch):
 
         with pytest.raises(openai.BadRequestError, match="maximum context length"):
             complete(client, "word " * 2000)
+        with pytest.raises(openai.BadRequestError, match="the extra argument 'crossspec' is 'of'; use one of tree, c"):
+            ask(client, questions[0], extra_body={"vllm_xargs": {"crossspec": "of"}})
         assert complete(client, questions[0]).choices[0].text == plain[0]
         check_metrics(server, name, drafts)
 

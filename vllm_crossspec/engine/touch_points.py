@@ -87,6 +87,12 @@ TOUCH_POINTS = (
         "replaced: refuses a request whose extra argument is none of ours",
     ),
     TouchPoint(
+        "vllm.exceptions",
+        "VLLMValidationError",
+        None,
+        "raised for such a request: what vLLM's servers answer with 400",
+    ),
+    TouchPoint(
         "vllm.v1.worker.cpu.model_runner",
         "CPUModelRunner",
         None,
