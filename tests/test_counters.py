@@ -82,3 +82,31 @@ def test_what_counts_and_what_does_not():
         "accepted_per_position": [1, 1, 0],
     }
     assert stats["a"]["drafts"] == 0
+
+
+def test_backlogs_are_a_histogram_as_prometheus_knows_it():
+    """Each bucket counts those below it, `+Inf` counts all, and what is published twice is not counted twice."""
+    import numpy as np
+    from prometheus_client import REGISTRY
+
+    from vllm_crossspec.metrics.export import RoutingPublisher, _make_counters
+    from vllm_crossspec.metrics.routing import BACKLOG_EDGES, RoutingCounters
+
+    counters, publisher = RoutingCounters(("left", "right"), num_slots=4), RoutingPublisher(_make_counters())
+    missed = [0, 3, 3, 200, 5000]
+
+    def sample(suffix, **labels):
+        name = f"crossspec:router_backlogs{suffix}"
+        return REGISTRY.get_sample_value(name, {"drafter": "right", **labels})
+
+    for repetition in (1, 2):
+        for tokens in missed:
+            counters.count_decisions(np.array([1]), np.array([0]))
+            counters.count_missed(1, np.array([1]), np.array([tokens]))
+        publisher.publish(counters.snapshot()["drafters"], {})
+        publisher.publish(counters.snapshot()["drafters"], {})
+        for edge in (*BACKLOG_EDGES, float("inf")):
+            label = "+Inf" if edge == float("inf") else f"{edge:.1f}"
+            assert sample("_bucket", le=label) == repetition * sum(tokens <= edge for tokens in missed), edge
+        assert sample("_count") == repetition * len(missed)
+        assert sample("_sum") == repetition * sum(missed)
