@@ -5,6 +5,7 @@ import torch
 
 from vllm_crossspec.metrics import kernel, naive
 from vllm_crossspec.metrics.counters import AcceptanceCounters
+from vllm_crossspec.tree.state import NOTHING
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -36,7 +37,8 @@ def test_kernel_equals_naive(seed, slots, rows, positions, drafters):
         drafted_by = state.clone().to(DEVICE)
         arguments = [t.to(DEVICE) for t in (mapping, sampled, rejected, computed, prefill)]
         implementation.record_acceptance(counts, drafted_by, *arguments, contemplates)
-        implementation.mark_drafted(drafted_by, arguments[0][::2].contiguous(), drafters - 1)
+        modes = (torch.arange(slots, dtype=torch.int32) % 3).to(DEVICE)  # trees, chains, nothing
+        implementation.mark_drafted(drafted_by, modes, arguments[0][::2].contiguous(), drafters - 1)
         results.append((counts.cpu(), drafted_by.cpu()))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
@@ -74,6 +76,9 @@ def test_what_counts_and_what_does_not():
     verdict(2, sampled=1, rejected=3, computed=8, prompt=10)  # placeholders inside a prompt: not counted
     counters.mark_drafted(slots, 0)
     verdict(2, sampled=1, rejected=0, computed=11, prompt=10)  # nothing was drafted in this step
+    counters.modes[2] = NOTHING
+    counters.mark_drafted(slots, 0)
+    verdict(2, sampled=1, rejected=3, computed=12, prompt=10)  # the request opted out: not counted
     stats = counters.snapshot()
     assert stats["b"] == {
         "drafts": 1,

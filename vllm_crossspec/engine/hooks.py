@@ -28,6 +28,7 @@ def install() -> None:
     _hook_unsupported_features()
     _hook_request_validation()
     _hook_engine_core()
+    _hook_scheduler()
     _add_worker_methods()
     _installed = True
 
@@ -155,6 +156,20 @@ def _hook_engine_core() -> None:
         return kv_cache_config
 
     EngineCore._initialize_kv_caches = initialize_kv_caches  # type: ignore[method-assign]
+
+
+def _hook_scheduler() -> None:
+    from vllm.config.scheduler import SchedulerConfig
+
+    original = SchedulerConfig.get_scheduler_cls
+
+    @functools.wraps(original)
+    def get_scheduler_cls(self: Any) -> Any:
+        from vllm_crossspec.engine.scheduler import with_opting_out
+
+        return with_opting_out(original(self))
+
+    SchedulerConfig.get_scheduler_cls = get_scheduler_cls  # type: ignore[method-assign]
 
 
 def _add_worker_methods() -> None:
