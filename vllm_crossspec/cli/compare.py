@@ -26,13 +26,34 @@ SAMPLED = "not identical: sampled texts follow plain's distribution, and other d
 INTERPRETED = "seconds: not meaningful, kernels are interpreted on this machine (counts and texts are real)"
 
 
-def compare(jobs: Sequence[Job], settings: dict[str, Any], json_file: Path | None) -> tuple[list[Row], list[Run]]:
-    """Run all jobs, print the table, write the document; the rows and what each engine did."""
+def check_all(jobs: Sequence[Job], json_file: Path | None) -> None:
+    """Find out what is wrong with any of the jobs before the first of them has run for an hour."""
     if json_file is not None:
         check_writable(json_file)
-    progress_console, console = Console(stderr=True), wide_console()
-    runs = _run_all(jobs, progress_console)
-    rows = runner.rows(runs)
+    with Console(stderr=True).status(f"checking {len(jobs)} configurations"):
+        runner.check(jobs)
+
+
+def compare(jobs: Sequence[Job], settings: dict[str, Any], json_file: Path | None) -> tuple[list[Row], list[Run]]:
+    """Run all jobs, print the table, write the document; the rows and what each engine did.
+
+    If one fails or the user ends it, the table and the document are of those that are done.
+    """
+    if json_file is not None:
+        check_writable(json_file)
+    runs: list[Run] = []
+    try:
+        _run_all(jobs, Console(stderr=True), runs)
+    except BaseException:
+        if runs:
+            _show(runs, settings, json_file)
+        raise
+    return _show(runs, settings, json_file), runs
+
+
+def _show(runs: Sequence[Run], settings: dict[str, Any], json_file: Path | None) -> list[Row]:
+    """Print the table and write the document."""
+    console, rows = wide_console(), runner.rows(runs)
     about = meta.describe(runs, settings)
     console.print(table(rows, interpreted=about["kernels_interpreted"]))
     if settings["sampling"]["temperature"] > 0 and any(row.identical_to_plain is False for row in rows):
@@ -40,7 +61,7 @@ def compare(jobs: Sequence[Job], settings: dict[str, Any], json_file: Path | Non
     if json_file is not None:
         document = {"rows": [row.as_dict() for row in rows], "meta": about}
         json_file.write_text(json.dumps(document, indent=2) + "\n")
-    return rows, runs
+    return rows
 
 
 def check_writable(json_file: Path) -> None:
@@ -55,7 +76,8 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=max(console.width, MINIMUM_WIDTH))
 
 
-def _run_all(jobs: Sequence[Job], console: Console) -> list[Run]:
+def _run_all(jobs: Sequence[Job], console: Console, runs: list[Run]) -> None:
+    """Run every job, and add what it did to ``runs`` when it is done."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -63,7 +85,6 @@ def _run_all(jobs: Sequence[Job], console: Console) -> list[Run]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    runs = []
     with Progress(*columns, console=console) as progress:
         for job in jobs:
             most = sum(len(p.turns) for p in job.prompts) * job.sampling["max_tokens"]
@@ -81,7 +102,6 @@ def _run_all(jobs: Sequence[Job], console: Console) -> list[Run]:
             progress.update(task, description=f"{job.method}: done", total=done)
             if not console.is_terminal:  # bars are only drawn when all is over
                 console.print(f"{job.method}: done ({len(runs)} of {len(jobs)})", highlight=False)
-    return runs
 
 
 def table(rows: Sequence[Row], *, interpreted: bool) -> Table:
