@@ -4,7 +4,9 @@ import asyncio
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import engines
 import pytest
@@ -244,8 +246,6 @@ def test_pipeline_parallelism_is_refused():
 
 
 def test_ranks_that_would_route_apart_are_refused():
-    from types import SimpleNamespace
-
     from vllm_crossspec.engine.bridge import unsupported_features
 
     config = config_of(whiflash())
@@ -299,8 +299,27 @@ def test_this_vllm_fits():
     assert compat.check() == []
 
 
-def test_the_server_says_it_too(tmp_path):
+def test_the_server_says_it_too_and_says_it_last(tmp_path):
     spec = EAGLE3 | {"model": str(tmp_path / "none")}
     ended = subprocess.run(command(spec), capture_output=True, text=True, timeout=300)
     assert ended.returncode != 0
-    assert "speculative_config.model: there is no folder" in (ended.stdout + ended.stderr)
+    assert "vllm_crossspec: speculative_config.model: there is no folder" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "debug", "kind"),
+    [
+        ("/usr/bin/vllm", None, "", SystemExit),
+        ("/usr/bin/vllm", None, "1", ValueError),
+        ("/lib/vllm/entrypoints/openai/api_server.py", "vllm.entrypoints.openai.api_server", "", SystemExit),
+        ("/home/me/serve.py", None, "", ValueError),
+        ("/lib/pytest/__main__.py", "pytest.__main__", "", ValueError),
+    ],
+)
+def test_only_vllms_own_commands_end_with_a_sentence(name, spec, debug, kind, monkeypatch):
+    monkeypatch.setenv("CROSSSPEC_DEBUG", debug)
+    monkeypatch.setattr("sys.argv", [name])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec and SimpleNamespace(name=spec))
+    with pytest.raises(kind, match="unknown key 'tre'; did you mean 'tree'"):
+        config_of(EAGLE3 | {"tre": 1})

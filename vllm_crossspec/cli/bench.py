@@ -61,8 +61,8 @@ def bench(
 
     All configs are checked before the first engine starts. Then each runs in an engine of its own, one after the
     other, after plain generation; if one fails, the rows of those before it are printed and written all the same.
-    Columns and JSON document are those of `crossspec demo`; its help explains them. A row with several turns is asked one turn
-    at a time, and each turn counts as a prompt.
+    Columns and JSON document are those of `crossspec demo`; its help explains them. A row with several turns is
+    asked one turn at a time, and each turn counts as a prompt.
 
     Example: crossspec bench --model Qwen/Qwen3-8B --spec eagle3.json --spec dflash.json --prompts my.jsonl
     """
