@@ -1,15 +1,19 @@
 """Every mistake that a new user makes gets one sentence, before anything heavy is loaded, and a non-zero exit."""
 
+import asyncio
 import json
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import engines
 import pytest
 from servers import command
 
 from vllm_crossspec.engine import compat
+from vllm_crossspec.engine.requests import check_request
 
 pytestmark = pytest.mark.e2e
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -199,6 +203,37 @@ def test_one_sentence(tmp_path, name):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("asked", ["of", "", 1, ["off"]])
+def test_a_request_for_no_mode_of_ours_is_the_clients_mistake(asked):
+    """Through vLLM's own `generate`, which makes other kinds of errors a 500 without a message."""
+    from vllm import SamplingParams
+    from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    class Frontend(AsyncLLM):
+        log_requests = False
+
+        def __init__(self):
+            pass
+
+        def __del__(self):
+            pass
+
+        async def add_request(self, request_id, prompt, params, **options):
+            check_request(params)
+
+    async def ask():
+        parameters = SamplingParams(extra_args={"crossspec": asked})
+        async for _ in Frontend().generate("Hello", parameters, request_id="0"):
+            pass
+
+    with pytest.raises(Exception, match="the extra argument 'crossspec' is") as caught:
+        asyncio.run(ask())
+    answer = create_error_response(caught.value).error
+    assert answer.code == 400
+    assert answer.message == f"the extra argument 'crossspec' is {asked!r}; use one of tree, chain, off"
+
+
 def test_the_v1_runner_is_refused(monkeypatch):
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
     with pytest.raises(ValueError, match="needs vLLM's V2 model runner; unset VLLM_USE_V2_MODEL_RUNNER"):
@@ -211,8 +246,6 @@ def test_pipeline_parallelism_is_refused():
 
 
 def test_ranks_that_would_route_apart_are_refused():
-    from types import SimpleNamespace
-
     from vllm_crossspec.engine.bridge import unsupported_features
 
     config = config_of(whiflash())
@@ -266,8 +299,27 @@ def test_this_vllm_fits():
     assert compat.check() == []
 
 
-def test_the_server_says_it_too(tmp_path):
+def test_the_server_says_it_too_and_says_it_last(tmp_path):
     spec = EAGLE3 | {"model": str(tmp_path / "none")}
     ended = subprocess.run(command(spec), capture_output=True, text=True, timeout=300)
     assert ended.returncode != 0
-    assert "speculative_config.model: there is no folder" in (ended.stdout + ended.stderr)
+    assert "vllm_crossspec: speculative_config.model: there is no folder" in ended.stderr.splitlines()[-1]
+    assert "Traceback" not in ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "debug", "kind"),
+    [
+        ("/usr/bin/vllm", None, "", SystemExit),
+        ("/usr/bin/vllm", None, "1", ValueError),
+        ("/lib/vllm/entrypoints/openai/api_server.py", "vllm.entrypoints.openai.api_server", "", SystemExit),
+        ("/home/me/serve.py", None, "", ValueError),
+        ("/lib/pytest/__main__.py", "pytest.__main__", "", ValueError),
+    ],
+)
+def test_only_vllms_own_commands_end_with_a_sentence(name, spec, debug, kind, monkeypatch):
+    monkeypatch.setenv("CROSSSPEC_DEBUG", debug)
+    monkeypatch.setattr("sys.argv", [name])
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", spec and SimpleNamespace(name=spec))
+    with pytest.raises(kind, match="unknown key 'tre'; did you mean 'tree'"):
+        config_of(EAGLE3 | {"tre": 1})

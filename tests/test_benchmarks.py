@@ -84,10 +84,6 @@ def test_speculative_configs_are_ours_or_native(method):
         assert config is None
         return
     native_methods = {"eagle3", "dflash"}
-    assert is_ours(config, native_methods) is not method.startswith("native-")
-    if method.startswith("native-"):
-        assert config["synthetic_acceptance_length"] == 3
-        return
     native_keys = {
         "model",
         "method",
@@ -95,6 +91,10 @@ def test_speculative_configs_are_ours_or_native(method):
         "rejection_sample_method",
         "synthetic_acceptance_length",
     }
+    assert is_ours(config, native_methods, native_keys) is not method.startswith("native-")
+    if method.startswith("native-"):
+        assert config["synthetic_acceptance_length"] == 3
+        return
     settings = parse(config, native_keys)
     assert settings.verification == "rejection"  # whose sampler the synthetic one is
     assert settings.active == method.removeprefix("whiflash-").removesuffix("-chain").replace("-", "_")

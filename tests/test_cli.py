@@ -23,6 +23,13 @@ import json, os, sys
 job, events = json.load(open(sys.argv[1])), os.fdopen(int(sys.argv[2]), "w", buffering=1)
 def emit(event, **fields):
     events.write(json.dumps({"event": event, **fields}) + "\\n")
+for check in job.get("checks", ()):
+    emit("checking", method=check["method"])
+    if "refused" in (check["engine"].get("speculative_config") or {}):
+        emit("error", message="speculative_config.refused: no such key")
+        sys.exit(1)
+if "checks" in job:
+    sys.exit()
 drafts = job["engine"].get("speculative_config") or {}
 """
 GENERATE = f"""
@@ -271,6 +278,30 @@ def test_what_is_no_terminal_gets_whole_names_and_a_line_a_method(play, pocket, 
     assert "eagle3-longer-tree" in out and "whiflash-entropy" in out
     told = [line.partition(":")[0] for line in err.splitlines() if line.endswith(" of 3)")]
     assert sorted(told) == ["eagle3-longer-tree", "plain", "whiflash-entropy"]
+
+
+def test_bench_checks_all_configs_before_any_engine_starts(play, tmp_path, crossspec):
+    play(f"open({str(tmp_path / 'started')!r}, 'a').write('x')\n{GENERATE}")
+    good, bad = spec_file(tmp_path, "good", method="x"), spec_file(tmp_path, "bad", refused=1)
+    code, out, err = crossspec("bench", "--model", "m", "--spec", good, "--spec", bad)
+    assert code == 2 and out == ""
+    assert err.splitlines()[-1] == "crossspec: bad: speculative_config.refused: no such key"
+    assert not (tmp_path / "started").exists()
+    assert crossspec("bench", "--model", "m", "--spec", good)[0] == 0
+    assert (tmp_path / "started").read_text() == "xx"
+
+
+@pytest.mark.parametrize("end", ["sys.exit(9)", "os.kill(os.getppid(), 15); import time; time.sleep(60)"])
+def test_rows_of_finished_configs_outlive_what_comes_after(play, tmp_path, crossspec, end):
+    play(f"if drafts.get('fails'):\n    {end}\n{GENERATE}")
+    good, late = spec_file(tmp_path, "good", method="x"), spec_file(tmp_path, "late", fails=1)
+    file = tmp_path / "out.json"
+    code, out, err = crossspec("bench", "--model", "m", "--spec", good, "--spec", late, "--json", file)
+    assert code == (2 if "exit" in end else 128 + signal.SIGTERM)
+    assert {row["method"] for row in json.loads(file.read_text())["rows"]} == {"plain", "good"}
+    assert "plain" in out and "good" in out
+    if code == 2:
+        assert "late: the engine's process ended with status 9" in err
 
 
 def test_bench_hands_its_options_to_the_engine(play, tmp_path, crossspec):

@@ -43,7 +43,7 @@ def parsed(**raw):
     ],
 )
 def test_only_our_dictionaries_are_ours(raw, ours):
-    assert is_ours(raw, NATIVE_METHODS) is ours
+    assert is_ours(raw, NATIVE_METHODS, NATIVE_KEYS) is ours
 
 
 def test_single_drafter_becomes_one_entry():
@@ -135,7 +135,7 @@ def test_a_head_is_a_path_or_its_settings_and_flashhead_always_has_one():
         ({"method": "draft_model", "tree": {"num_nodes": 9}}, "type 'chain' takes no depth, top_k or num_nodes"),
         (
             {"method": "flashhead", "tree": {"type": "dynamic"}},
-            "'dynamic' does not suit a flashhead drafter; use 'chain'",
+            "'dynamic' does not suit a flashhead drafter; it drafts chains alone: leave out the tree",
         ),
         (
             {"method": "eagle3", "tree": CHAIN, "adaptive": "f"},
@@ -221,6 +221,11 @@ def test_settings_survive_the_way_to_the_workers():
             "verification: input should be 'match' or 'rejection'",
         ),
         ({"method": "whiflash"}, "speculative_config.drafters must name at least one drafter"),
+        ({"method": "whiflash", "drafters": {}}, "speculative_config.drafters must name at least one drafter"),
+        (
+            {"method": "whiflash", "drafters": [{"type": "eagle3", "model": "m"}]},
+            'drafters must be an object that names each drafter, as in {"eagle3": {"model": "FOLDER"}}',
+        ),
         (
             {"method": "whiflash", "drafters": {"eagle": {"model": "m"}}},
             "no drafter is called 'eagle'; did you mean 'eagle3'",
@@ -271,6 +276,22 @@ def test_settings_survive_the_way_to_the_workers():
             "tree.by_batch_size must say from 1 running request on",
         ),
         (
+            {"method": "eagle3", "model": "m", "tree": {"by_batch_size": {"8": 60, "1": "x"}}},
+            r'tree.by_batch_size: should be whole draft tokens by running requests as in {"1": 60}; "1": "x" is not',
+        ),
+        (
+            {"method": "eagle3", "model": "m", "tree": {"by_batch_size": {"many": 60}}},
+            r'tree.by_batch_size: should be whole .*; "many": 60 is not',
+        ),
+        (TWO | {"router": {"threshold": "2"}}, "router.threshold: should be 'auto', a number, or a list of numbers"),
+        (TWO | {"router": {"threshold": [True]}}, "router.threshold: should be 'auto', a number, or a list of numbers"),
+        (TWO | {"router": {"lazy": "no"}}, r"router.lazy: input should be a valid boolean \(got 'no'\)"),
+        ({"method": "eagle3", "model": "m", "tree": 60}, r"speculative_config.tree: should be an object \(got 60\)"),
+        ({"method": "dart", "model": "m", "ngram": 3}, r"ngram: should be a path or an object \(got 3\)"),
+        ({"method": "dart", "model": "m", "num_nodes": 9}, "'num_nodes'; it belongs into 'tree', as in \"tree\": {"),
+        (TWO | {"num_nodes": 9}, "'num_nodes'; it belongs into 'drafters.NAME.tree', as in \"tree\": {\"num_nodes\""),
+        (TWO | {"threshold": 1}, "'threshold'; it belongs into 'router', as in \"router\": {\"threshold\""),
+        (
             {"method": "eagle3", "model": "m", "tree": CHAIN, "draft_sample_method": "probabilistic"},
             "draft_sample_method 'probabilistic' needs verification 'rejection', which is 'match'",
         ),
@@ -286,14 +307,71 @@ def test_bad_settings_get_one_sentence(raw, sentence):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("method", ["eagle3", "dflash", "confu", "draft_model", "whiflash"])
+@pytest.mark.parametrize("wrong", [5000, 256, "5", True, 5.5])
+def test_draft_tokens_are_a_sensible_whole_number(method, wrong):
+    rest = {"model": "m", "tree": CHAIN} if method != "whiflash" else {"drafters": TWO["drafters"]}
+    with pytest.raises(
+        ValueError, match=r"speculative_config.num_speculative_tokens: input should be .*\(got "
+    ) as caught:
+        parsed(method=method, num_speculative_tokens=wrong, **rest)
+    assert "\n" not in str(caught.value)
+    assert parsed(method=method, num_speculative_tokens=5, **rest)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [{"num_nodes": "12"}, {"num_nodes": True}, {"depth": "4"}, {"top_k": 2.5}, {"by_batch_size": {"1": True}}],
+)
+def test_sizes_of_trees_are_whole_numbers(tree):
+    with pytest.raises(ValueError, match=rf"speculative_config.tree.{next(iter(tree))}: "):
+        parsed(method="eagle3", model="m", tree=tree)
+
+
+def test_draft_tokens_that_are_levels_are_as_few_as_levels():
+    sentence = "num_speculative_tokens is 65, and this drafter's drafts are at most 64 levels deep; use 64 or less"
+    for raw in (
+        {"method": "eagle3", "model": "m", "tree": {"num_nodes": 9}, "num_speculative_tokens": 65},
+        {"method": "confu", "model": "m", "num_speculative_tokens": 65},
+        TWO | {"drafters": {**TWO["drafters"], "confu": {"model": "m"}}, "num_speculative_tokens": 65},
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            parsed(**raw)
+        assert parsed(**raw | {"num_speculative_tokens": 64})
+    assert parsed(method="eagle3", model="m", tree={"num_nodes": 9, "depth": 8}, num_speculative_tokens=65)
+
+
+@pytest.mark.parametrize(
+    ("raw", "sentence"),
+    [
+        ({"method": "eagle3", "three": {"num_nodes": 60}}, "unknown key 'three'; did you mean 'tree'?"),
+        (
+            {"method": "eagle3", "num_nodes": 60},
+            "unknown key 'num_nodes'; it belongs into 'tree', as in \"tree\": {\"num_nodes\": ...}",
+        ),
+        ({"method": "draft_model", "num_probes": 60}, "unknown key 'num_probes'; it belongs into 'head'"),
+        ({"tree": {"num_nodes": 60}}, 'speculative_config.tree is for the methods .*eagle3.*; the "method" is missing'),
+        ({"method": "ngram", "tree": {}}, "speculative_config.tree is for the methods .*; method 'ngram' has none"),
+    ],
+)
+def test_keys_that_vllm_would_not_expect_get_our_hint(raw, sentence):
+    with pytest.raises(ValueError, match=sentence) as caught:
+        is_ours({"model": "m", **raw}, NATIVE_METHODS, NATIVE_KEYS)
+    assert "\n" not in str(caught.value)
+
+
+def test_keys_of_neither_are_vllms_to_refuse():
+    assert is_ours({"method": "ngram", "prompt_lookup": 3}, NATIVE_METHODS, NATIVE_KEYS) is False
+
+
 def test_unknown_method_names_the_nearest():
     with pytest.raises(ValueError, match="unknown method 'eagel3'; did you mean 'eagle3'"):
-        is_ours({"method": "eagel3", "model": "m"}, NATIVE_METHODS)
+        is_ours({"method": "eagel3", "model": "m"}, NATIVE_METHODS, NATIVE_KEYS)
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.json")), ids=lambda file: file.stem)
 def test_shipped_configurations_parse(file):
     raw = json.loads(file.read_text())
-    assert is_ours(raw, NATIVE_METHODS)
+    assert is_ours(raw, NATIVE_METHODS, NATIVE_KEYS)
     for name, drafter in parse(raw, NATIVE_KEYS).drafters.items():
         assert drafter.kind == name

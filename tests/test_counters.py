@@ -5,6 +5,7 @@ import torch
 
 from vllm_crossspec.metrics import kernel, naive
 from vllm_crossspec.metrics.counters import AcceptanceCounters
+from vllm_crossspec.tree.state import NOTHING
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -36,7 +37,8 @@ def test_kernel_equals_naive(seed, slots, rows, positions, drafters):
         drafted_by = state.clone().to(DEVICE)
         arguments = [t.to(DEVICE) for t in (mapping, sampled, rejected, computed, prefill)]
         implementation.record_acceptance(counts, drafted_by, *arguments, contemplates)
-        implementation.mark_drafted(drafted_by, arguments[0][::2].contiguous(), drafters - 1)
+        modes = (torch.arange(slots, dtype=torch.int32) % 3).to(DEVICE)  # trees, chains, nothing
+        implementation.mark_drafted(drafted_by, modes, arguments[0][::2].contiguous(), drafters - 1)
         results.append((counts.cpu(), drafted_by.cpu()))
     assert torch.equal(results[0][0], results[1][0])
     assert torch.equal(results[0][1], results[1][1])
@@ -74,6 +76,9 @@ def test_what_counts_and_what_does_not():
     verdict(2, sampled=1, rejected=3, computed=8, prompt=10)  # placeholders inside a prompt: not counted
     counters.mark_drafted(slots, 0)
     verdict(2, sampled=1, rejected=0, computed=11, prompt=10)  # nothing was drafted in this step
+    counters.modes[2] = NOTHING
+    counters.mark_drafted(slots, 0)
+    verdict(2, sampled=1, rejected=3, computed=12, prompt=10)  # the request opted out: not counted
     stats = counters.snapshot()
     assert stats["b"] == {
         "drafts": 1,
@@ -82,3 +87,31 @@ def test_what_counts_and_what_does_not():
         "accepted_per_position": [1, 1, 0],
     }
     assert stats["a"]["drafts"] == 0
+
+
+def test_backlogs_are_a_histogram_as_prometheus_knows_it():
+    """Each bucket counts those below it, `+Inf` counts all, and what is published twice is not counted twice."""
+    import numpy as np
+    from prometheus_client import REGISTRY
+
+    from vllm_crossspec.metrics.export import RoutingPublisher, _make_counters
+    from vllm_crossspec.metrics.routing import BACKLOG_EDGES, RoutingCounters
+
+    counters, publisher = RoutingCounters(("left", "right"), num_slots=4), RoutingPublisher(_make_counters())
+    missed = [0, 3, 3, 200, 5000]
+
+    def sample(suffix, **labels):
+        name = f"crossspec:router_backlogs{suffix}"
+        return REGISTRY.get_sample_value(name, {"drafter": "right", **labels})
+
+    for repetition in (1, 2):
+        for tokens in missed:
+            counters.count_decisions(np.array([1]), np.array([0]))
+            counters.count_missed(1, np.array([1]), np.array([tokens]))
+        publisher.publish(counters.snapshot()["drafters"], {})
+        publisher.publish(counters.snapshot()["drafters"], {})
+        for edge in (*BACKLOG_EDGES, float("inf")):
+            label = "+Inf" if edge == float("inf") else f"{edge:.1f}"
+            assert sample("_bucket", le=label) == repetition * sum(tokens <= edge for tokens in missed), edge
+        assert sample("_count") == repetition * len(missed)
+        assert sample("_sum") == repetition * sum(missed)

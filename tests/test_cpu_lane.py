@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from importlib import metadata, util
+from pathlib import Path
 
 import pytest
 
@@ -223,7 +224,7 @@ def test_a_cache_that_fills_up_leaves_nothing_half_written(tmp_path, monkeypatch
     manager = cache.LaneCacheManager("entry")
     with pytest.warns(RuntimeWarning, match="No space left on device"):
         path = manager.put(b"code", "kernel.so")
-    assert monkeypatched == ["kernel.so"] and open(path, "rb").read() == b"code"
+    assert monkeypatched == ["kernel.so"] and Path(path).read_bytes() == b"code"
     assert not list((tmp_path / "entry").iterdir())
     assert cache.LaneCacheManager("entry").get_file("kernel.so") == path
     monkeypatch.setattr(FileCacheManager, "put", lambda *a: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))

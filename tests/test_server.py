@@ -66,6 +66,8 @@ def test_the_client_gets_plains_text(name, questions, plain, monkeypatch):
 
         with pytest.raises(openai.BadRequestError, match="maximum context length"):
             complete(client, "word " * 2000)
+        with pytest.raises(openai.BadRequestError, match="the extra argument 'crossspec' is 'of'; use one of tree, c"):
+            ask(client, questions[0], extra_body={"vllm_xargs": {"crossspec": "of"}})
         assert complete(client, questions[0]).choices[0].text == plain[0]
         check_metrics(server, name, drafts)
 
@@ -108,6 +110,10 @@ def test_requests_of_a_batch_go_different_ways(questions, plain):
         assert total("router_decisions") == 16 + server.metric("vllm:spec_decode_num_drafts_total")
         for drafter in drafters:
             assert total("router_decisions", drafter=drafter) >= total("drafts", drafter=drafter) > 0
-            assert total("router_switches", drafter=drafter) == total("router_backlogs", drafter=drafter) > 0
+            switches = total("router_switches", drafter=drafter)
+            assert switches == server.metric("crossspec:router_backlogs_count", drafter=drafter) > 0
+            assert switches == server.metric("crossspec:router_backlogs_bucket", drafter=drafter, le="+Inf")
+            missed = total("router_missed_tokens", drafter=drafter)
+            assert missed == server.metric("crossspec:router_backlogs_sum", drafter=drafter)
             assert total("router_caught_up_tokens", drafter=drafter) >= total("router_missed_tokens", drafter=drafter)
         assert total("round_seconds", stage="draft") > 0

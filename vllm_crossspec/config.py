@@ -1,9 +1,10 @@
 """Our settings and their types: what ``--speculative-config`` may say, and what rides to the workers."""
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictBool, StrictFloat, StrictInt
 from pydantic_core import PydanticCustomError
 
 from vllm_crossspec.contemplate.layout import planned_tokens
@@ -14,21 +15,52 @@ ADDITIONAL_CONFIG_KEY = "crossspec"
 
 META_METHODS = ("whiflash",)
 
+MAX_DRAFT_TOKENS = 255
+"""Most draft tokens of a request in a round, of a chain as of a tree."""
+
+MAX_DEPTH = 64
+"""Deepest level of a tree that is expanded level by level."""
+
 
 class Settings(BaseModel):
-    """The base of all settings: frozen, and no key beside the known ones."""
+    """The base of all settings: frozen, and no key beside the known ones.
+
+    Numbers and truth values are strict: JSON has them, so that `"5"` or `true` in a number's place is a mistake.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 def _known_schedule(value: Any) -> Any:
     """Two sentences of pydantic's, one for each kind of schedule, become one of ours."""
-    if value is None or value == "auto" or isinstance(value, Mapping):
+    if value is None or value == "auto":
         return value
-    raise PydanticCustomError("schedule", "should be 'auto' or draft tokens by running requests as in {{\"1\": 60}}")
+    if not isinstance(value, Mapping):
+        raise PydanticCustomError("schedule", "should be 'auto' or draft tokens by running requests as in {\"1\": 60}")
+    for requests, tokens in value.items():
+        if not str(requests).isdecimal() or not _is_number(tokens, int):
+            raise PydanticCustomError(
+                "schedule",
+                'should be whole draft tokens by running requests as in {"1": 60}; {pair} is not',
+                {"pair": f'"{requests}": {json.dumps(tokens, default=repr)}'},
+            )
+    return value
+
+
+def _known_threshold(value: Any) -> Any:
+    """The same for thresholds."""
+    numbers = value if isinstance(value, list | tuple) else (value,)
+    if value != "auto" and not all(_is_number(number, int | float) for number in numbers):
+        raise PydanticCustomError("threshold", "should be 'auto', a number, or a list of numbers")
+    return value
+
+
+def _is_number(value: Any, kind: Any) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
 
 
 Schedule = Annotated[Literal["auto"] | dict[int, int], BeforeValidator(_known_schedule)]
+Threshold = Annotated[Literal["auto"] | float | tuple[float, ...], BeforeValidator(_known_threshold)]
 
 
 class TreeConfig(Settings):
@@ -54,13 +86,13 @@ class TreeConfig(Settings):
     """
 
     type: Literal["chain", "dynamic", "best_first", "continuity"] = "chain"
-    depth: int | None = Field(None, ge=1, le=64)
-    top_k: int | None = Field(None, ge=1, le=255)
-    num_nodes: int | None = Field(None, ge=1, le=255)
-    beam_width: int | None = Field(None, ge=1, le=255)
-    ngram_weight: float | None = Field(None, ge=0, le=10)
-    logit_decay: float | None = Field(None, gt=0, le=1)
-    level_decay: float | None = Field(None, ge=0, le=10)
+    depth: StrictInt | None = Field(None, ge=1, le=MAX_DEPTH)
+    top_k: StrictInt | None = Field(None, ge=1, le=255)
+    num_nodes: StrictInt | None = Field(None, ge=1, le=MAX_DRAFT_TOKENS)
+    beam_width: StrictInt | None = Field(None, ge=1, le=255)
+    ngram_weight: StrictFloat | None = Field(None, ge=0, le=10)
+    logit_decay: StrictFloat | None = Field(None, gt=0, le=1)
+    level_decay: StrictFloat | None = Field(None, ge=0, le=10)
     by_batch_size: Schedule | None = None
 
     @property
@@ -83,9 +115,9 @@ class NgramConfig(Settings):
 
     model: str = Field(min_length=1)
     placement: Literal["host", "gpu"] = "gpu"
-    budget_gib: float = Field(4.0, gt=0)
-    order: int | None = Field(None, ge=2, le=5)
-    backoff: float | None = Field(None, gt=0, le=1)
+    budget_gib: StrictFloat = Field(4.0, gt=0)
+    order: StrictInt | None = Field(None, ge=2, le=5)
+    backoff: StrictFloat | None = Field(None, gt=0, le=1)
 
 
 class HeadConfig(Settings):
@@ -103,9 +135,9 @@ class HeadConfig(Settings):
 
     type: Literal["flashhead"] = "flashhead"
     model: str | None = Field(None, min_length=1)
-    num_probes: int | None = Field(None, ge=1)
-    margin: float | None = Field(None, ge=0, le=2)
-    grouped: bool = False
+    num_probes: StrictInt | None = Field(None, ge=1)
+    margin: StrictFloat | None = Field(None, ge=0, le=2)
+    grouped: StrictBool = False
     centroid_dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = None
 
 
@@ -121,7 +153,7 @@ class AdaptiveConfig(Settings):
 
     type: Literal["heterospec", "record"] = "heterospec"
     model: str | None = Field(None, min_length=1)
-    max_extension: int | None = Field(None, ge=0, le=32)
+    max_extension: StrictInt | None = Field(None, ge=0, le=32)
 
 
 def _path_alone(value: Any) -> Any:
@@ -147,9 +179,9 @@ class RouterConfig(Settings):
     policy: Literal["fixed", "entropy", "neural", "goodput", "record"] = "entropy"
     drafter: str | None = None
     model: str | None = None
-    threshold: Literal["auto"] | float | tuple[float, ...] = "auto"
-    max_backlog: int = Field(512, ge=1, le=1 << 20)
-    lazy: bool = True
+    threshold: Threshold = "auto"
+    max_backlog: StrictInt = Field(512, ge=1, le=1 << 20)
+    lazy: StrictBool = True
 
 
 class DrafterConfig(Settings):
@@ -170,7 +202,7 @@ class DrafterConfig(Settings):
 
     kind: str
     model: str = Field(min_length=1)
-    num_speculative_tokens: int | None = Field(None, ge=1)
+    num_speculative_tokens: StrictInt | None = Field(None, ge=1, le=MAX_DRAFT_TOKENS)
     tree: TreeConfig = TreeConfig()
     ngram: Annotated[NgramConfig, BeforeValidator(_path_alone)] | None = None
     head: Annotated[HeadConfig, BeforeValidator(_path_alone)] | None = None
@@ -205,7 +237,7 @@ class CrossSpecConfig(Settings):
     router: RouterConfig | None = None
     verification: Literal["match", "rejection"] = "match"
     draft_sample_method: Literal["coupled", "greedy", "probabilistic"] | None = None
-    num_speculative_tokens: int | None = Field(None, ge=1)
+    num_speculative_tokens: StrictInt | None = Field(None, ge=1, le=MAX_DRAFT_TOKENS)
 
     @property
     def active(self) -> str:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from vllm_crossspec.config import (
+    MAX_DEPTH,
     META_METHODS,
     AdaptiveConfig,
     CrossSpecConfig,
@@ -29,16 +30,28 @@ OUR_KEYS = ("tree", "ngram", "head", "adaptive", "verification", "drafters", "ro
 MAX_EXPANSION = 4096
 """Most prefixes that a level of a searched tree may look at."""
 _TOP_KEYS = ("verification", "draft_sample_method")
+_PARTS: dict[str, type[Settings]] = {
+    "tree": TreeConfig,
+    "ngram": NgramConfig,
+    "head": HeadConfig,
+    "adaptive": AdaptiveConfig,
+    "router": RouterConfig,
+}
 _REJECTION_KEYS = {"rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"}
 
 M = TypeVar("M", bound=Settings)
 
 
-def is_ours(raw: Mapping[str, Any], native_methods: Collection[str]) -> bool:
+def is_ours(raw: Mapping[str, Any], native_methods: Collection[str], native_keys: Collection[str]) -> bool:
     """Whether this speculative config is for our proposers.
 
+    Args:
+        raw: as written after ``--speculative-config``.
+        native_methods: that vLLM knows.
+        native_keys: fields of vLLM's own SpeculativeConfig.
+
     Raises:
-        ValueError: the method is neither vLLM's nor ours.
+        ValueError: the method is neither vLLM's nor ours, or a key is neither's, or ours for another method.
     """
     method = raw.get("method")
     own = {*META_METHODS, *drafter_kinds()} - {*native_methods}
@@ -47,7 +60,24 @@ def is_ours(raw: Mapping[str, Any], native_methods: Collection[str]) -> bool:
     if method is not None and method not in native_methods:
         known = sorted({*native_methods, *own})
         raise ValueError(f"speculative_config: unknown method {method!r}{nearest(str(method), known)}")
-    return method in drafter_kinds() and any(key in raw for key in OUR_KEYS)
+    if method in drafter_kinds() and any(key in raw for key in OUR_KEYS):
+        return True
+    _check_native(raw, native_keys)
+    return False
+
+
+def _check_native(raw: Mapping[str, Any], native_keys: Collection[str]) -> None:
+    """Refuse what vLLM would call an unexpected keyword, where it may be a key of ours mistyped or out of place."""
+    method = raw.get("method")
+    for key in raw:
+        if key in native_keys:
+            continue
+        if method in drafter_kinds():
+            raise ValueError(f"speculative_config: unknown key {key!r}{_hint(key, {*native_keys, *OUR_KEYS}, '')}")
+        if key in OUR_KEYS:
+            methods = sorted({*META_METHODS, *drafter_kinds()})
+            fix = f"method {method!r} has none" if method else 'the "method" is missing'
+            raise ValueError(f"speculative_config.{key} is for the methods {', '.join(methods)}; {fix}")
 
 
 def parse(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSpecConfig:
@@ -83,6 +113,7 @@ def _check(config: CrossSpecConfig) -> CrossSpecConfig:
                 f"cannot catch up beside others; use it alone, as method {kind.name!r}"
             )
         _check_tree(drafter.tree, kind, path + "tree")
+        _check_depth(config, drafter, path)
         _check_schedule(drafter.tree, path + "tree")
         _check_parts(drafter, path)
         _check_verification(config, drafter, path)
@@ -156,10 +187,14 @@ def _check_verification(config: CrossSpecConfig, drafter: DrafterConfig, path: s
             )
 
 
+def _trees_of(kind: DrafterKind) -> str:
+    return "it drafts chains alone: leave out the tree" if kind.tree == "chain" else f"use {kind.tree!r} or 'chain'"
+
+
 def _check_tree(tree: TreeConfig, kind: DrafterKind, key: str) -> None:
     """Refuse a tree that the drafter cannot feed, and sizes that this kind of tree does not have."""
     if not tree.is_chain and tree_kind(tree.type, key).needs != kind.supplies:
-        raise ValueError(f"{key}.type {tree.type!r} does not suit a {kind.name} drafter; use {kind.tree!r} or 'chain'")
+        raise ValueError(f"{key}.type {tree.type!r} does not suit a {kind.name} drafter; {_trees_of(kind)}")
     if tree.is_chain and (tree.depth or tree.top_k or tree.num_nodes):
         raise ValueError(f"{key}.type 'chain' takes no depth, top_k or num_nodes; use num_speculative_tokens")
     if tree.type == "dynamic" and (tree.top_k or 0) > 32:
@@ -180,6 +215,20 @@ def _check_tree(tree: TreeConfig, kind: DrafterKind, key: str) -> None:
     for name, types in takers.items():
         if getattr(tree, name) is not None and tree.type not in types:
             raise ValueError(f"{key}.{name} is for {' and '.join(types)} trees, not for {tree.type!r}; leave it out")
+
+
+def _check_depth(config: CrossSpecConfig, drafter: DrafterConfig, path: str) -> None:
+    """Refuse more levels than a tree has where they are given as draft tokens."""
+    tokens = drafter.num_speculative_tokens
+    if drafter.tree.is_chain and drafter_kind(drafter.kind, "").contemplates:  # verified as a tree of one branch
+        tokens = tokens or config.num_speculative_tokens
+    elif drafter.tree.type != "dynamic" or drafter.tree.depth is not None:
+        return
+    if (tokens or 0) > MAX_DEPTH:
+        raise ValueError(
+            f"{path}num_speculative_tokens is {tokens}, and this drafter's drafts are at most {MAX_DEPTH} levels deep; "
+            f"use {MAX_DEPTH} or less"
+        )
 
 
 def _check_adaptive(adaptive: AdaptiveConfig, key: str) -> None:
@@ -206,9 +255,8 @@ def _parse_meta(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSp
     _check_keys(raw, known, "")
     drafters = raw.get("drafters")
     if not isinstance(drafters, Mapping) or not drafters:
-        raise ValueError(
-            'speculative_config.drafters must name at least one drafter, as in {"eagle3": {"model": "FOLDER"}}'
-        )
+        wanted = "must name at least one drafter" if not drafters else "must be an object that names each drafter"
+        raise ValueError(f'speculative_config.drafters {wanted}, as in {{"eagle3": {{"model": "FOLDER"}}}}')
     named = {}
     for name, settings in drafters.items():
         if not isinstance(settings, Mapping):
@@ -286,7 +334,18 @@ def _drafter(kind: str, raw: Mapping[str, Any], path: str, native_keys: Collecti
 def _check_keys(raw: Mapping[str, Any], known: Collection[str], path: str) -> None:
     for key in raw:
         if key not in known:
-            raise ValueError(f"speculative_config: unknown key {path + key!r}{nearest(key, known)}")
+            raise ValueError(f"speculative_config: unknown key {path + key!r}{_hint(key, known, path)}")
+
+
+def _hint(key: str, known: Collection[str], path: str) -> str:
+    """The end of a sentence that refuses a key: where it belongs, or the nearest known one."""
+    owners = [name for name, part in _PARTS.items() if key in part.model_fields]
+    if len(owners) == 1:
+        (part,) = owners
+        within = "drafters.NAME." if "drafters" in known and part not in known else path
+        if part in known or within != path:
+            return f'; it belongs into {within + part!r}, as in "{part}": {{"{key}": ...}}'
+    return nearest(key, known)
 
 
 def _build(model: type[M], fields: dict[str, Any], path: str) -> M:
@@ -297,17 +356,12 @@ def _build(model: type[M], fields: dict[str, Any], path: str) -> M:
         first = next((e for e in error.errors() if e["type"] == "extra_forbidden"), error.errors()[0])
         where = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            owners: dict[str, type[Settings]] = {
-                "tree": TreeConfig,
-                "router": RouterConfig,
-                "ngram": NgramConfig,
-                "head": HeadConfig,
-                "adaptive": AdaptiveConfig,
-            }
-            owner = owners.get(str(first["loc"][0]))
+            owner = _PARTS.get(str(first["loc"][0]))
             known = list(owner.model_fields) if owner else []
             raise ValueError(
                 f"speculative_config: unknown key {path + where!r}{nearest(str(first['loc'][-1]), known)}"
             ) from None
         message = first["msg"][0].lower() + first["msg"][1:]
+        if first["type"] == "model_type":
+            message = "should be an object" if where in ("tree", "router") else "should be a path or an object"
         raise ValueError(f"speculative_config.{path}{where}: {message} (got {first['input']!r})") from None

@@ -4,6 +4,9 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
+DEBUG_VARIABLE = "CROSSSPEC_DEBUG"
+"""Environment variable that asks for the traceback of a user's mistake."""
+
 T = TypeVar("T")
 
 

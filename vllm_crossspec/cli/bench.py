@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
-from vllm_crossspec.cli.compare import compare
+from vllm_crossspec.cli.compare import check_all, compare
 from vllm_crossspec.cli.demo import POCKET, first_of_each, require_identical
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.runner import PLAIN, Job
@@ -59,9 +59,10 @@ def bench(
 ) -> None:
     """Compare speculative configs on any model and prompts, side by side in one run.
 
-    Each config runs in an engine of its own, one after the other, after plain generation. Columns and JSON
-    document are those of `crossspec demo`; its help explains them. A row with several turns is asked one turn
-    at a time, and each turn counts as a prompt.
+    All configs are checked before the first engine starts. Then each runs in an engine of its own, one after the
+    other, after plain generation; if one fails, the rows of those before it are printed and written all the same.
+    Columns and JSON document are those of `crossspec demo`; its help explains them. A row with several turns is
+    asked one turn at a time, and each turn counts as a prompt.
 
     Example: crossspec bench --model Qwen/Qwen3-8B --spec eagle3.json --spec dflash.json --prompts my.jsonl
     """
@@ -104,6 +105,8 @@ def bench(
         "sampling": sampling,
         "configs": configs,
     }
+    if len(jobs) > 1:  # one alone is checked when it starts
+        check_all(jobs, json_file)
     rows, _ = compare(jobs, about, json_file)
     if require_same:
         require_identical(rows)

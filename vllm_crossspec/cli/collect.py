@@ -235,7 +235,7 @@ def engine_events(job: dict[str, Any]) -> Iterator[Event]:
                 yield event
             status = process.wait()
         if status != 0 or missing:
-            raise EngineError(post_mortem("collect", status, log_file.read_text(errors="replace")))
+            raise EngineError(post_mortem("collect", status or 0, log_file.read_text(errors="replace")))
 
 
 def run_on_ray(

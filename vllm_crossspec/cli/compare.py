@@ -32,10 +32,20 @@ INTERPRETED = "seconds: not meaningful, kernels are interpreted on this machine 
 COMPILED = "seconds: of generating, with kernels compiled for this CPU ({cpu}); they say nothing of a GPU"
 
 
+def check_all(jobs: Sequence[Job], json_file: Path | None) -> None:
+    """Find out what is wrong with any of the jobs before the first of them has run for an hour."""
+    if json_file is not None:
+        check_writable(json_file)
+    with Console(stderr=True).status(f"checking {len(jobs)} configurations"):
+        runner.check(jobs)
+
+
 def compare(
     jobs: Sequence[Job], settings: dict[str, Any], json_file: Path | None, side_by_side: int = 1
 ) -> tuple[list[Row], list[Run]]:
     """Run all jobs, print the table, write the document; the rows and what each engine did.
+
+    If one fails or the user ends it, the table and the document are of those that are done.
 
     Args:
         jobs: `plain` among them where texts are to be compared.
@@ -45,9 +55,19 @@ def compare(
     """
     if json_file is not None:
         check_writable(json_file)
-    progress_console, console = Console(stderr=True), wide_console()
-    runs = _run_all(jobs, progress_console, side_by_side)
-    rows = runner.rows(runs)
+    board = _Board(jobs)
+    try:
+        _run_all(jobs, board, side_by_side)
+    except BaseException:
+        if board.runs:
+            _show(board.runs, settings, json_file)
+        raise
+    return _show(board.runs, settings, json_file), board.runs
+
+
+def _show(runs: Sequence[Run], settings: dict[str, Any], json_file: Path | None) -> list[Row]:
+    """Print the table and write the document."""
+    console, rows = wide_console(), runner.rows(runs)
     about = meta.describe(runs, settings)
     console.print(table(rows, about))
     if settings["sampling"]["temperature"] > 0 and any(row.identical_to_plain is False for row in rows):
@@ -55,7 +75,7 @@ def compare(
     if json_file is not None:
         document = {"rows": [row.as_dict() for row in rows], "meta": about}
         json_file.write_text(json.dumps(document, indent=2) + "\n")
-    return rows, runs
+    return rows
 
 
 def check_writable(json_file: Path) -> None:
@@ -70,8 +90,8 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(width=max(console.width, MINIMUM_WIDTH))
 
 
-def _run_all(jobs: Sequence[Job], console: Console, side_by_side: int) -> list[Run]:
-    """All jobs' runs, in the jobs' order; a line about each as soon as it and plain are done."""
+def _run_all(jobs: Sequence[Job], board: "_Board", side_by_side: int) -> None:
+    """Run every job, a few at a time; what each did is the board's when it is done."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -80,22 +100,22 @@ def _run_all(jobs: Sequence[Job], console: Console, side_by_side: int) -> list[R
         TimeElapsedColumn(),
     )
     shares = cores_of(side_by_side)
-    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(len(shares)) as pool:
-        board = _Board(jobs, progress)
+    with Progress(*columns, console=Console(stderr=True)) as progress, ThreadPoolExecutor(len(shares)) as pool:
         free: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         for share in shares:
             free.put(share)
 
-        def work(job: Job) -> Run:
+        def work(job: Job) -> None:
             cores = free.get()
             try:
-                return board.follow(job, cores)
+                board.follow(job, progress, cores)
             finally:
                 free.put(cores)
 
         futures = [pool.submit(work, job) for job in jobs]
         try:
-            return [future.result() for future in futures]
+            for future in futures:
+                future.result()
         except BaseException:
             for future in futures:
                 future.cancel()
@@ -114,45 +134,48 @@ def cores_of(side_by_side: int) -> list[list[int]]:
 
 
 class _Board:
-    """The progress of all jobs, and a line about each that is done."""
+    """What all jobs did so far: their progress, and a line about each as soon as it and plain are done."""
 
-    def __init__(self, jobs: Sequence[Job], progress: Progress) -> None:
-        self._num_jobs, self._progress = len(jobs), progress
-        self._compares = any(job.method == PLAIN for job in jobs)
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self._order = [job.method for job in jobs]
         self._lock = threading.Lock()
-        self._done: list[Run] = []
-        self._waiting: list[Run] = []
-        self._plain: Run | None = None
+        self._runs: dict[str, Run] = {}
+        self._told: set[str] = set()
 
-    def follow(self, job: Job, cores: Sequence[int]) -> Run:
+    @property
+    def runs(self) -> list[Run]:
+        """Those that are done, in the order of the jobs."""
+        with self._lock:
+            return [self._runs[method] for method in self._order if method in self._runs]
+
+    def follow(self, job: Job, progress: Progress, cores: Sequence[int]) -> None:
         """Run the job under a bar of its own."""
         most = sum(len(p.turns) for p in job.prompts) * job.sampling["max_tokens"]
-        task = self._progress.add_task(f"{job.method}: starting the engine", total=most)
+        task = progress.add_task(f"{job.method}: starting the engine", total=most)
 
         def listen(event: dict[str, Any]) -> None:
             if event["event"] == "ready":
-                self._progress.update(task, description=f"{job.method}: generating tokens")
+                progress.update(task, description=f"{job.method}: generating tokens")
             elif event["event"] == "progress":
-                self._progress.advance(task, event["num_tokens"])
+                progress.advance(task, event["num_tokens"])
 
         run = runner.run(job, listen, cores)
-        self._progress.remove_task(task)
+        progress.remove_task(task)
         with self._lock:
-            self._tell(run)
-        return run
+            self._runs[job.method] = run
+            for line in self._new_lines():
+                progress.console.print(line, highlight=False, soft_wrap=True)
 
-    def _tell(self, run: Run) -> None:
-        self._done.append(run)
-        self._waiting.append(run)
-        if run.method == PLAIN:
-            self._plain = run
-        if self._compares and self._plain is None:
-            return
-        for one in self._waiting:
-            row = next(row for row in runner.rows([one], self._plain) if row.category == ALL)
-            number = len(self._done) - len(self._waiting) + 1 + self._waiting.index(one)
-            self._progress.console.print(_line(row, f"{number} of {self._num_jobs}"), highlight=False, soft_wrap=True)
-        self._waiting.clear()
+    def _new_lines(self) -> list[str]:
+        plain = self._runs.get(PLAIN)
+        if plain is None and PLAIN in self._order:
+            return []
+        lines = []
+        for method in [method for method in self._runs if method not in self._told]:
+            self._told.add(method)
+            row = next(row for row in runner.rows([self._runs[method]], plain) if row.category == ALL)
+            lines.append(_line(row, f"{len(self._told)} of {len(self._order)}"))
+        return lines
 
 
 def _line(row: Row, number: str) -> str:

@@ -119,6 +119,28 @@ def by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
     return groups
 
 
+def check(jobs: Sequence[Job]) -> None:
+    """Have every job's engine configured, and none started, in one new process.
+
+    Raises:
+        ValueError: an engine's arguments are refused; the message names the job and says why.
+        EngineError: the process died.
+    """
+    checks = [{"method": job.method, "engine": dict(job.engine)} for job in jobs]
+    with tempfile.TemporaryDirectory(prefix="crossspec-") as folder:
+        job_file, log_file = Path(folder, "job.json"), Path(folder, "log.txt")
+        job_file.write_text(json.dumps({"checks": checks}))
+        method = jobs[0].method
+        with engine_process(job_file, log_file) as (process, events):
+            for event in events:
+                if event["event"] == "error":
+                    raise ValueError(f"{method}: {event['message']}")
+                method = event["method"]
+            status = process.wait()
+        if status:
+            raise EngineError(post_mortem(method, status, log_file.read_text(errors="replace")))
+
+
 def run(job: Job, listener: Listener, cores: Sequence[int] = ()) -> Run:
     """Run a job in a new process.
 

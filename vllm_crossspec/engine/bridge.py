@@ -70,7 +70,7 @@ def _raw(engine_args: Any) -> Mapping[str, Any] | None:
 def is_ours(engine_args: Any) -> bool:
     """Whether these engine arguments ask for our proposers; raises for a method that nobody knows."""
     raw = _raw(engine_args)
-    return raw is not None and config_parsing.is_ours(raw, native_methods())
+    return raw is not None and config_parsing.is_ours(raw, native_methods(), native_keys())
 
 
 def settings_of(vllm_config: Any) -> CrossSpecConfig | None:

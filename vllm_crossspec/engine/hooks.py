@@ -1,9 +1,14 @@
 """The replacements that put this project into vLLM; each is a touch point of ``compat``."""
 
+import contextlib
 import functools
 import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from vllm_crossspec.names import DEBUG_VARIABLE
 
 CONFU_MODEL = "ConfuForCausalLM"
 
@@ -28,6 +33,7 @@ def install() -> None:
     _hook_unsupported_features()
     _hook_request_validation()
     _hook_engine_core()
+    _hook_scheduler()
     _add_worker_methods()
     _installed = True
 
@@ -62,11 +68,33 @@ def _hook_speculative_config() -> None:
 
     @functools.wraps(original)
     def create_speculative_config(self: Any, target_model_config: Any, target_parallel_config: Any) -> Any:
-        if not bridge.is_ours(self):
-            return original(self, target_model_config, target_parallel_config)
-        return bridge.build(self, target_model_config, target_parallel_config)
+        with _one_sentence_on_the_command_line():
+            if bridge.is_ours(self):
+                return bridge.build(self, target_model_config, target_parallel_config)
+        return original(self, target_model_config, target_parallel_config)
 
     EngineArgs.create_speculative_config = create_speculative_config  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _one_sentence_on_the_command_line() -> Iterator[None]:
+    """Under vLLM's own commands a mistake in the config ends the process with its sentence, without a traceback.
+
+    They catch nothing, so that the sentence would stand below sixty lines of vLLM's calls. Programs that use vLLM as a
+    library get the error.
+    """
+    try:
+        yield
+    except ValueError as problem:
+        if os.environ.get(DEBUG_VARIABLE) or not _runs_vllms_command():
+            raise
+        sys.exit(f"vllm_crossspec: {problem}")
+
+
+def _runs_vllms_command() -> bool:
+    """Whether this process was started as `vllm ...` or `python -m vllm....`."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)
+    return Path(sys.argv[0]).stem == "vllm" if spec is None else spec.name.split(".")[0] == "vllm"
 
 
 def _hook_init_speculator() -> None:
@@ -155,6 +183,20 @@ def _hook_engine_core() -> None:
         return kv_cache_config
 
     EngineCore._initialize_kv_caches = initialize_kv_caches  # type: ignore[method-assign]
+
+
+def _hook_scheduler() -> None:
+    from vllm.config.scheduler import SchedulerConfig
+
+    original = SchedulerConfig.get_scheduler_cls
+
+    @functools.wraps(original)
+    def get_scheduler_cls(self: Any) -> Any:
+        from vllm_crossspec.engine.scheduler import with_opting_out
+
+        return with_opting_out(original(self))
+
+    SchedulerConfig.get_scheduler_cls = get_scheduler_cls  # type: ignore[method-assign]
 
 
 def _add_worker_methods() -> None:

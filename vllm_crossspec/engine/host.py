@@ -18,7 +18,7 @@ from vllm_crossspec.metrics.adaptive import TreeSizeCounters
 from vllm_crossspec.metrics.counters import AcceptanceCounters
 from vllm_crossspec.metrics.export import start_worker_export
 from vllm_crossspec.tree.chain import chain
-from vllm_crossspec.tree.state import CHAIN, TreeState
+from vllm_crossspec.tree.state import CHAIN, NOTHING, TreeState
 from vllm_crossspec.tree.to_chain import to_chain
 from vllm_crossspec.types import Candidates, DraftSettings, Sizing, StepInputs, TokenTree
 
@@ -128,6 +128,7 @@ class ProposerHost(DraftModelSpeculator):
     def bind(self, state: TreeState) -> None:
         """Take the place where drafts are kept for the runner's verification (``match`` only)."""
         self.state = state
+        self.counters.modes = state.modes_on_device
 
     # -- loading ----------------------------------------------------------------------------------------------
 
@@ -239,7 +240,7 @@ class ProposerHost(DraftModelSpeculator):
             "is_profile": is_profile,
         }
         drafted = None
-        wants_none = num_speculative_tokens == 0 and not dummy_run
+        wants_none = not dummy_run and (num_speculative_tokens == 0 or self._all_opted_out(input_batch))
         for name, proposer in self.proposers.items():
             tapped = [aux_hidden_states[i] for i in self.tap_indices[name]] if aux_hidden_states else None
             step = StepInputs(
@@ -265,12 +266,17 @@ class ProposerHost(DraftModelSpeculator):
             else:
                 proposer.catch_up(step)
         if drafted is None:
-            return self.planned_tokens[: input_batch.num_reqs].fill_(-1)
+            # The scheduler may have planned rows all the same (``engine.scheduler``), whose tokens must be valid.
+            return self.planned_tokens[: input_batch.num_reqs].fill_(-1 if num_speculative_tokens == 0 else 0)
         if not dummy_run:
             if not self._serving and not input_batch.req_ids[0].startswith(WARM_UP_REQUESTS):
                 self._start_serving()
             self.counters.mark_drafted(input_batch.idx_mapping, tuple(self.proposers).index(self.active.name))
         return self._plan(self._keep(drafted, input_batch, dummy_run))
+
+    def _all_opted_out(self, batch: Any) -> bool:
+        """Whether no request of the batch wants drafts."""
+        return self.state is not None and bool((self.state.modes[batch.idx_mapping_np] == NOTHING).all())
 
     def _keep(self, drafted: Candidates, batch: Any, dummy_run: bool) -> torch.Tensor:
         """Keep the drafts' shapes for the verification, where they may differ; the draft tokens [R, K] for vLLM."""

@@ -5,6 +5,7 @@ Started as ``python -m vllm_crossspec.engine.offline JOB EVENTS``: JOB is the fi
 number of an open file descriptor. Events go there as JSON lines; what vLLM logs goes to stdout and stderr.
 
 Events, by their ``event``:
+    checking: the configuration of ``method``; a job that has ``checks`` in the place of its groups is these alone.
     ready: the engine is up; with what ran (versions, device, whether kernels are interpreted).
     progress: ``num_tokens`` generated since the last one.
     group: all prompts of one category are done; one record per generation, and the target rows of all their rounds.
@@ -72,6 +73,11 @@ def run_job(argv: list[str], run: Callable[[dict[str, Any], Emit], None]) -> int
 
 
 def _run(job: dict[str, Any], emit: Emit) -> None:
+    if "checks" in job:
+        for check in job["checks"]:
+            emit("checking", method=check["method"])
+            check_engine(check["engine"])
+        return
     started = time.perf_counter()
     llm = start_engine(job["engine"])
     prompts = [[Conversation(llm, row, job["chat"]) for row in group["prompts"]] for group in job["groups"]]
@@ -128,9 +134,22 @@ def _verified_tokens(llm: Any, generations: list[Generation], before: int | None
     return rows * sum(generation.num_target_calls - 1 for generation in generations)
 
 
+def check_engine(engine: dict[str, Any]) -> None:
+    """All that vLLM and this project find wrong with these arguments before any weight is loaded."""
+    from vllm import EngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    EngineArgs(**_arguments(engine)).create_engine_config(usage_context=UsageContext.LLM_CLASS)
+
+
 def start_engine(engine: dict[str, Any]) -> Any:
     """vLLM's LLM with these arguments, as fits the machine and the counting of rounds."""
     from vllm import LLM
+
+    return LLM(**_arguments(engine))
+
+
+def _arguments(engine: dict[str, Any]) -> dict[str, Any]:
     from vllm.platforms import current_platform
 
     settings = {key: value for key, value in engine.items() if value is not None}
@@ -140,7 +159,7 @@ def start_engine(engine: dict[str, Any]) -> Any:
         settings["per_request_spec_decode_metrics"] = "summary"
     # A prompt that is found in the prefix cache starts with a round of placeholder drafts, which would count
     # as rejected.
-    return LLM(enable_prefix_caching=False, disable_log_stats=True, **settings)
+    return {"enable_prefix_caching": False, "disable_log_stats": True, **settings}
 
 
 def keep_to_one_process(settings: dict[str, Any]) -> None:

@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from vllm.exceptions import VLLMValidationError
+
 from vllm_crossspec.tree.state import CHAIN, NOTHING, TREE
 
 EXTRA_ARGUMENT = "crossspec"
@@ -11,10 +13,24 @@ MODES = {"tree": TREE, "chain": CHAIN, "off": NOTHING}
 
 
 def check_request(sampling_params: Any) -> None:
-    """Raise ValueError, with one sentence, where a request's extra argument is none of ours."""
-    asked = (getattr(sampling_params, "extra_args", None) or {}).get(EXTRA_ARGUMENT)
-    if asked is not None and asked not in MODES:
-        raise ValueError(f"the extra argument {EXTRA_ARGUMENT!r} is {asked!r}; use one of {', '.join(MODES)}")
+    """Refuse a request whose extra argument is none of ours, with one sentence.
+
+    Raises:
+        VLLMValidationError: the one kind of error that vLLM's servers answer with 400. A ValueError would be wrapped on
+            its way through the engine and become a 500 without a word, which clients take for a reason to try again.
+    """
+    asked = _asked(sampling_params)
+    if asked is not None and (not isinstance(asked, str) or asked not in MODES):
+        raise VLLMValidationError(f"the extra argument {EXTRA_ARGUMENT!r} is {asked!r}; use one of {', '.join(MODES)}")
+
+
+def opted_out(sampling_params: Any) -> bool:
+    """Whether a request wants nothing drafted."""
+    return sampling_params is None or _asked(sampling_params) == "off"
+
+
+def _asked(sampling_params: Any) -> Any:
+    return (getattr(sampling_params, "extra_args", None) or {}).get(EXTRA_ARGUMENT)
 
 
 def draft_mode(sampling_params: Any, chains_only: bool = False) -> int:
@@ -28,7 +44,7 @@ def draft_mode(sampling_params: Any, chains_only: bool = False) -> int:
     """
     if sampling_params is None:
         return NOTHING
-    asked = MODES.get((sampling_params.extra_args or {}).get(EXTRA_ARGUMENT, "tree"), TREE)
+    asked = MODES.get(_asked(sampling_params), TREE)
     along_a_chain = (
         chains_only
         or sampling_params.structured_outputs is not None

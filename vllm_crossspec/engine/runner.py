@@ -244,6 +244,8 @@ class MatchRunner:
         async_tensor_h2d(state.modes.copy(), out=state.modes_on_device)
         if not self.speculator.stores_trees:
             state.sizes.copy_((state.modes_on_device != NOTHING) * state.num_nodes)
+        else:  # nothing may be drafted, and so stored, while all of a batch opted out
+            state.sizes.masked_fill_(state.modes_on_device == NOTHING, 0)
 
     def finish_requests(self, scheduler_output: Any) -> None:
         """What drafters still have to take in of requests that leave together is taken in together."""

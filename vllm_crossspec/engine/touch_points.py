@@ -87,12 +87,42 @@ TOUCH_POINTS = (
         "replaced: refuses a request whose extra argument is none of ours",
     ),
     TouchPoint(
+        "vllm.exceptions",
+        "VLLMValidationError",
+        None,
+        "raised for such a request: what vLLM's servers answer with 400",
+    ),
+    TouchPoint(
         "vllm.v1.worker.cpu.model_runner",
         "CPUModelRunner",
         None,
         "replaced while a CPU worker makes its runner, by a subclass of it",
     ),
+    TouchPoint(
+        "vllm.config.scheduler",
+        "SchedulerConfig.get_scheduler_cls",
+        "self",
+        "replaced: gives a subclass of the scheduler, which plans no drafts for requests that opted out",
+    ),
     # Subclassed.
+    TouchPoint(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler._update_after_schedule",
+        "self scheduler_output",
+        "overridden: the asynchronous scheduler sets the placeholders of drafts here",
+    ),
+    TouchPoint(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.update_draft_token_ids",
+        "self draft_token_ids",
+        "overridden: the other one takes the drafts here",
+    ),
+    TouchPoint(
+        "vllm.v1.core.sched.scheduler",
+        "Scheduler.make_spec_decoding_stats",
+        "self spec_decoding_stats num_draft_tokens num_accepted_tokens num_invalid_spec_tokens request_id",
+        "overridden: rows of a request that opted out are no drafts",
+    ),
     TouchPoint("vllm.v1.worker.gpu_worker", "Worker._make_model_runner", "self", "overridden: our runner"),
     TouchPoint("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "self", "overridden: our runner"),
     TouchPoint(

@@ -10,8 +10,10 @@ from vllm_crossspec.metrics.kernel import mark_drafted, record_acceptance
 class AcceptanceCounters:
     """Drafts, draft tokens, accepted tokens and accepted tokens per position, for every drafter.
 
-    They count what the device verified. Under async scheduling that includes the one round in flight when a request
-    ends, whose tokens vLLM drops; vLLM's own ``vllm:spec_decode_*`` counters leave it out.
+    They count what the device verified of what was drafted. vLLM's own ``vllm:spec_decode_*`` counters differ from
+    that in three ways: under async scheduling they leave out the one round in flight when a request ends, whose tokens
+    vLLM drops; they have the placeholders of a prompt whose prefix was cached, which nobody drafted; and they count
+    rows that the scheduler planned, contemplate rows and the rest of a cut tree among them.
 
     Args:
         names: of the drafters.
@@ -19,6 +21,10 @@ class AcceptanceCounters:
         num_positions: K, draft tokens of the longest drafter.
         device: where the counters live.
         contemplates: whether half of what is rejected are contemplate rows, which are no drafts.
+
+    Attributes:
+        modes: int32 [S] what each slot's request lets its drafter draft (``tree.state``); to be replaced by the
+            engine's own.
     """
 
     def __init__(
@@ -32,6 +38,7 @@ class AcceptanceCounters:
         self.names, self.num_positions, self.contemplates = names, num_positions, contemplates
         self.counts = torch.zeros(len(names), 3 + num_positions, dtype=torch.int64, device=device)
         self.drafted_by = torch.full((max_num_reqs,), -1, dtype=torch.int32, device=device)
+        self.modes = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
 
     def reset(self) -> None:
         """Forget everything, drafts that wait for their verdict included."""
@@ -39,8 +46,8 @@ class AcceptanceCounters:
         self.drafted_by.fill_(-1)
 
     def mark_drafted(self, idx_mapping: torch.Tensor, drafter: int) -> None:
-        """Note that ``drafter`` drafted for these slots; int [R]."""
-        mark_drafted(self.drafted_by, idx_mapping, drafter)
+        """Note that ``drafter`` drafted for these slots, int [R]; not for requests that opted out."""
+        mark_drafted(self.drafted_by, self.modes, idx_mapping, drafter)
 
     def record(
         self,

@@ -20,6 +20,7 @@ from vllm_crossspec.metrics.stages import StageClock
 
 FOLDER_VARIABLE = "CROSSSPEC_METRICS_DIR"
 PERIOD_SECONDS = 1.0
+BACKLOGS = "crossspec:router_backlogs"
 
 _folder: tempfile.TemporaryDirectory[str] | None = None
 
@@ -52,7 +53,7 @@ def _use_shared_files() -> None:
 
 
 def _make_counters() -> dict[str, Any]:
-    from prometheus_client import REGISTRY, Counter
+    from prometheus_client import REGISTRY, Counter, Histogram
 
     labels = ["drafter"]
     help_of = {
@@ -74,7 +75,6 @@ def _make_counters() -> dict[str, Any]:
             ("catch_ups", "Passes that computed keys and values alone"),
         )
     }
-    help_of["crossspec:router_backlogs"] = ("Switches by missed tokens, up to `le`", [*labels, "le"])
     help_of |= {
         f"crossspec:heterospec_{name}": (text, [*labels, "bin"])
         for name, text in (
@@ -86,7 +86,11 @@ def _make_counters() -> dict[str, Any]:
     help_of["crossspec:heterospec_extra_passes"] = ("Passes of the drafter for levels beyond the ordinary ones", labels)
     help_of["crossspec:round_seconds"] = ("Seconds by stage of the drafting", ["stage"])
     known = REGISTRY._names_to_collectors
-    return {name: known.get(name) or Counter(name, text, labels) for name, (text, labels) in help_of.items()}
+    made = {name: known.get(name) or Counter(name, text, labels) for name, (text, labels) in help_of.items()}
+    made[BACKLOGS] = known.get(BACKLOGS) or Histogram(
+        BACKLOGS, "Tokens that the drafter had missed, of each switch to it", labels, buckets=BACKLOG_EDGES
+    )
+    return made
 
 
 def start_worker_export(
@@ -153,12 +157,22 @@ class RoutingPublisher:
             for name in COUNTS:
                 gain = totals[name] - (before[name] if before else 0)
                 self.metrics[f"crossspec:router_{name}"].labels(drafter).inc(gain)
-            old = before["backlog_histogram"] if before else [0] * len(totals["backlog_histogram"])
-            for edge, new, was in zip([*BACKLOG_EDGES, "+Inf"], totals["backlog_histogram"], old, strict=True):
-                self.metrics["crossspec:router_backlogs"].labels(drafter, edge).inc(new - was)
+            self._add_backlogs(drafter, totals, before)
         for stage, total in seconds.items():
             self.metrics["crossspec:round_seconds"].labels(stage).inc(total - self._seconds.get(stage, 0.0))
         self._drafters, self._seconds = drafters, seconds
+
+    def _add_backlogs(self, drafter: str, totals: dict[str, Any], before: dict[str, Any] | None) -> None:
+        """Add to the histogram what was counted by bucket already; its own `observe` takes values one by one.
+
+        Neither it nor ours is cumulative; what Prometheus reads is made so when it is collected.
+        """
+        histogram = self.metrics[BACKLOGS].labels(drafter)
+        new = totals["backlog_histogram"]
+        old = before["backlog_histogram"] if before else [0] * len(new)
+        for bucket, count, was in zip(histogram._buckets, new, old, strict=True):
+            bucket.inc(count - was)
+        histogram._sum.inc(totals["missed_tokens"] - (before["missed_tokens"] if before else 0))
 
 
 class SizesPublisher:

@@ -4,22 +4,33 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_crossspec.tree.state import NOTHING
+
 
 # One variant for all drafters: the first draft of one must not wait for the compiler.
 @triton.jit(do_not_specialize=["drafter"])
 def _mark_drafted_kernel(
     drafted_by_ptr,  # int32 [S]
+    modes_ptr,  # int32 [S]
     idx_mapping_ptr,  # int [R]
     drafter,
+    NOTHING: tl.constexpr,
 ):
     slot = tl.load(idx_mapping_ptr + tl.program_id(0)).to(tl.int64)
-    if slot >= 0:
+    if tl.load(modes_ptr + slot, mask=slot >= 0, other=NOTHING) != NOTHING:
         tl.store(drafted_by_ptr + slot, drafter)
 
 
-def mark_drafted(drafted_by: torch.Tensor, idx_mapping: torch.Tensor, drafter: int) -> None:
-    """Note in ``drafted_by`` (int32 [S]) that ``drafter`` drafted for the slots of ``idx_mapping`` (int [R])."""
-    _mark_drafted_kernel[(idx_mapping.shape[0],)](drafted_by, idx_mapping, drafter)
+def mark_drafted(drafted_by: torch.Tensor, modes: torch.Tensor, idx_mapping: torch.Tensor, drafter: int) -> None:
+    """Note that ``drafter`` drafted for the slots of a batch.
+
+    Args:
+        drafted_by: int32 [S], written.
+        modes: int32 [S] what each slot's request lets its drafter draft (``tree.state``); none is noted for NOTHING.
+        idx_mapping: int [R] slot of each row; negative rows are padding.
+        drafter: its number.
+    """
+    _mark_drafted_kernel[(idx_mapping.shape[0],)](drafted_by, modes, idx_mapping, drafter, NOTHING=NOTHING)
 
 
 @triton.jit

@@ -3,11 +3,13 @@
 import torch
 
 from vllm_crossspec.contemplate.layout import verified_nodes
+from vllm_crossspec.tree.state import NOTHING
 
 
-def mark_drafted(drafted_by: torch.Tensor, idx_mapping: torch.Tensor, drafter: int) -> None:
+def mark_drafted(drafted_by: torch.Tensor, modes: torch.Tensor, idx_mapping: torch.Tensor, drafter: int) -> None:
     """See :func:`vllm_crossspec.metrics.kernel.mark_drafted`."""
-    drafted_by[idx_mapping[idx_mapping >= 0].long()] = drafter
+    slots = idx_mapping[idx_mapping >= 0].long()
+    drafted_by[slots[modes[slots] != NOTHING]] = drafter
 
 
 def record_acceptance(

@@ -69,7 +69,8 @@ class RoutingCounters:
 
         Returns:
             {"rounds": n, "drafters": {name: {decisions, switches, missed_tokens, backlog_histogram,
-            caught_up_tokens, catch_ups}}}; switches and missed tokens count for the drafter switched to.
+            caught_up_tokens, catch_ups}}}; switches and missed tokens count for the drafter switched to. The histogram
+            has the switches of each bucket alone, not of those below it, too.
         """
         return {
             "rounds": self.rounds,

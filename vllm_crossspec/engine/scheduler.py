@@ -1,0 +1,76 @@
+"""vLLM's scheduler, which plans no drafts for requests that opted out of them.
+
+Left alone it plans as many draft tokens for every request. For one that wants none they are rows that the target
+computes for nothing, and drafts of which none is accepted in vLLM's counters.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_crossspec.engine.bridge import settings_of
+from vllm_crossspec.engine.requests import opted_out
+
+
+class OptOutScheduler:
+    """What is added to vLLM's scheduler; mixed in before its class, the asynchronous one and the other alike.
+
+    A full CUDA graph is of requests that all have as many rows. Where there are such graphs, a request that opted out
+    keeps its rows in the company of others that draft, for its own would cost them their graph; alone or among its
+    like it has one row. Without such graphs it always has.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        config = self.vllm_config  # type: ignore[attr-defined]
+        settings = settings_of(config)
+        self._is_ours = settings is not None
+        # vLLM's own verification would accept what is drafted for those that opted out.
+        self._keeps_width = (
+            settings is not None
+            and settings.verification == "match"
+            and config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        )
+
+    def _update_after_schedule(self, scheduler_output: Any) -> None:
+        """With asynchronous scheduling: the placeholders of the next step's drafts are set here."""
+        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+        self._take_drafts_back(scheduler_output.num_scheduled_tokens)
+
+    def update_draft_token_ids(self, draft_token_ids: Any) -> None:
+        """Without: the drafts themselves are."""
+        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+        self._take_drafts_back(draft_token_ids.req_ids)
+
+    def _take_drafts_back(self, req_ids: Iterable[str]) -> None:
+        if not self._is_ours:
+            return
+        requests = self.requests  # type: ignore[attr-defined]
+        running = self.running  # type: ignore[attr-defined]
+        if self._keeps_width and not all(opted_out(request.sampling_params) for request in running):
+            return
+        for req_id in req_ids:
+            request = requests.get(req_id)
+            if request is not None and request.spec_token_ids and opted_out(request.sampling_params):
+                request.spec_token_ids = []
+
+    def make_spec_decoding_stats(
+        self, spec_decoding_stats: Any, *arguments: Any, request_id: str, **options: Any
+    ) -> Any:
+        """Not of rows that a request that opted out has for the sake of others."""
+        request = self.requests.get(request_id)  # type: ignore[attr-defined]
+        if self._is_ours and request is not None and opted_out(request.sampling_params):
+            return spec_decoding_stats
+        return super().make_spec_decoding_stats(  # type: ignore[misc]
+            spec_decoding_stats, *arguments, request_id=request_id, **options
+        )
+
+
+@functools.cache
+def with_opting_out(scheduler: type) -> type:
+    """``scheduler`` with the above; one that does not descend from vLLM's stays as it is."""
+    if not issubclass(scheduler, Scheduler) or issubclass(scheduler, OptOutScheduler):
+        return scheduler
+    return type(f"OptOut{scheduler.__name__}", (OptOutScheduler, scheduler), {})
