@@ -229,6 +229,7 @@ def test_a_request_for_no_mode_of_ours_is_the_clients_mistake(asked):
 
     with pytest.raises(Exception, match="the extra argument 'crossspec' is") as caught:
         asyncio.run(ask())
+    assert isinstance(caught.value, ValueError)  # as all that is refused offline
     answer = create_error_response(caught.value).error
     assert answer.code == 400
     assert answer.message == f"the extra argument 'crossspec' is {asked!r}; use one of tree, chain, off"

@@ -12,16 +12,23 @@ EXTRA_ARGUMENT = "crossspec"
 MODES = {"tree": TREE, "chain": CHAIN, "off": NOTHING}
 
 
+class RequestError(VLLMValidationError, ValueError):
+    """A request that cannot be served as it is: to vLLM's servers a 400, offline a ValueError like any other of ours.
+
+    A mere ValueError would be wrapped on its way through the engine and become a 500 without a word, which clients take
+    for a reason to try again.
+    """
+
+
 def check_request(sampling_params: Any) -> None:
-    """Refuse a request whose extra argument is none of ours, with one sentence.
+    """Refuse a bad request, with one sentence.
 
     Raises:
-        VLLMValidationError: the one kind of error that vLLM's servers answer with 400. A ValueError would be wrapped on
-            its way through the engine and become a 500 without a word, which clients take for a reason to try again.
+        RequestError: the extra argument is none of ours.
     """
     asked = _asked(sampling_params)
     if asked is not None and (not isinstance(asked, str) or asked not in MODES):
-        raise VLLMValidationError(f"the extra argument {EXTRA_ARGUMENT!r} is {asked!r}; use one of {', '.join(MODES)}")
+        raise RequestError(f"the extra argument {EXTRA_ARGUMENT!r} is {asked!r}; use one of {', '.join(MODES)}")
 
 
 def opted_out(sampling_params: Any) -> bool:

@@ -90,7 +90,7 @@ TOUCH_POINTS = (
         "vllm.exceptions",
         "VLLMValidationError",
         None,
-        "raised for such a request: what vLLM's servers answer with 400",
+        "raised for such a request, as a subclass: what vLLM's servers answer with 400",
     ),
     TouchPoint(
         "vllm.v1.worker.cpu.model_runner",
