@@ -450,6 +450,22 @@ def test_gather(axis):
 
 
 @triton.jit
+def descriptor_kernel(a, out, m, n, M: tl.constexpr, N: tl.constexpr):
+    source = tl.make_tensor_descriptor(a, [m, n], [n, 1], [M, N])
+    target = tl.make_tensor_descriptor(out, [m, n], [n, 1], [M, N])
+    row = tl.program_id(0) * M
+    target.store([row, 4], source.load([row, 4]) * 2)
+
+
+def test_descriptors_made_in_a_kernel():
+    a, out = randn(6, 16), torch.zeros(6, 16)
+    descriptor_kernel[(2,)](a, out, 6, 16, M=4, N=16)
+    expected = a * 2
+    expected[:, :4] = 0
+    assert same(out, expected)
+
+
+@triton.jit
 def sort_kernel(a, out, top, N: tl.constexpr, K: tl.constexpr):
     i = tl.arange(0, N)
     x = tl.load(a + i)
@@ -737,12 +753,15 @@ def map_kernel(a, b, out, N: tl.constexpr):
     x, y = tl.map_elementwise(mapped, tl.load(a + i), tl.load(b + i))
     tl.store(out + i, x)
     tl.store(out + N + i, y)
+    z, _ = tl.map_elementwise(mapped, x, y)
+    tl.store(out + 2 * N + i, z)
 
 
 def test_map_elementwise():
-    a, b, out = randn(N, seed=1), randn(N, seed=2), torch.zeros(2 * N)
+    a, b, out = randn(N, seed=1), randn(N, seed=2), torch.zeros(3 * N)
     map_kernel[(1,)](a, b, out, N=N)
-    assert same(out, torch.cat([torch.where(a > b, a, b + 1), torch.where(a > b, b, a)]))
+    x, y = torch.where(a > b, a, b + 1), torch.where(a > b, b, a)
+    assert same(out, torch.cat([x, y, torch.where(x > y, x, y + 1)]))
 
 
 # ---- functions ----

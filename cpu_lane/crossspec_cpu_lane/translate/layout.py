@@ -43,13 +43,18 @@ def elementwise(shape: Sequence[int], operands: Sequence[Strides]) -> Strides:
     return in_order(shape, axis_order(len(shape), operands)) if operands else c_order(shape)
 
 
+def reduced(shape: Sequence[int], strides: Strides, axis: int) -> Strides:
+    """Of what numpy makes of a tensor without an axis."""
+    rest = strides[:axis] + strides[axis + 1 :]
+    return elementwise([*shape[:axis], *shape[axis + 1 :]], [rest])
+
+
 def is_innermost(shape: Sequence[int], strides: Strides, axis: int) -> bool:
     """Whether a reduction of an axis goes along it, and not from row to row."""
     axes = [d for d, size in enumerate(shape) if size > 1]
     if axis not in axes:
         return True
-    rest = [d for d in axes if d != axis]
-    order = axis_order(len(rest), [tuple(strides[d] for d in rest)])
-    result = dict(zip(rest, in_order([shape[d] for d in rest], order), strict=True))
-    operands = [tuple(result.get(d, 0) for d in axes), tuple(strides[d] for d in axes)]
-    return axes[axis_order(len(axes), operands)[0]] == axis
+    kept = [shape[d] for d in axes], tuple(strides[d] for d in axes)
+    result = list(reduced(*kept, axes.index(axis)))
+    result.insert(axes.index(axis), 0)
+    return axes[axis_order(len(axes), [tuple(result), kept[1]])[0]] == axis

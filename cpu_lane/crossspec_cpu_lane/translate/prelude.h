@@ -194,7 +194,8 @@ INLINE bf16 f32_to_bf16(f32 x) {
   u32 b = BITCAST(u32, f32, x);
   return x != x ? 0x7fc0 : (bf16)((b + 0x7fff + ((b >> 16) & 1)) >> 16);
 }
-#ifdef __FLT16_MAX__
+/* Elsewhere the C compiler would call a function that not every system has. */
+#if defined __FLT16_MAX__ && (defined __F16C__ || defined __aarch64__)
 INLINE f32 f16_to_f32(f16 x) { return (f32)BITCAST(_Float16, u16, x); }
 INLINE f16 f32_to_f16(f32 x) { return BITCAST(u16, _Float16, (_Float16)x); }
 #else

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from crossspec_cpu_lane.ttir import NAME, Block, Function, Op
 
-UNKNOWN = 1 << 62
+UNKNOWN = 1 << 63
 """Read from memory or made of an integer: it may point anywhere."""
 MAKERS = ("tt.load", "tt.int_to_ptr", "tt.atomic_rmw", "tt.atomic_cas", "tt.bitcast", "tt.reduce", "tt.scan")
 CARRIED = rf"({NAME}) = ({NAME})"
@@ -25,7 +25,7 @@ class Provenance:
         self.changed = True
         for i, (name, type_) in enumerate(entry.args):
             if type_.is_pointer:
-                self.sets[entry.name][name] = 1 << i
+                self.sets[entry.name][name] = 1 << min(i, 63)
         while self.changed:
             self.changed = False
             for function in functions:

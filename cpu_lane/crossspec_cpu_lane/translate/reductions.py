@@ -7,7 +7,7 @@ memory, one after the other along any other.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from crossspec_cpu_lane.translate.layout import is_innermost
+from crossspec_cpu_lane.translate.layout import is_innermost, reduced
 from crossspec_cpu_lane.translate.regions import region_values
 from crossspec_cpu_lane.translate.registry import handles
 from crossspec_cpu_lane.translate.values import Index, Value, c_type, element_count, product
@@ -16,6 +16,8 @@ from crossspec_cpu_lane.ttir import Op, Type
 
 ANY_ORDER = {"addi", "minsi", "maxsi", "minui", "maxui", "andi", "ori", "xori", "maxnumf", "minnumf"}
 """Combiners that may be applied in any order with an equal result."""
+BY_NUMPY = {"addf", "addi", "minsi", "maxsi", "minui", "maxui", "maxnumf", "minnumf"}
+"""Combiners for which the interpreter calls numpy, which chooses the result's layout."""
 LANES = 16
 PAIRWISE = ("f16", "f32", "f64")
 
@@ -87,6 +89,8 @@ def reduce(w: Writer, op: Op, operands: list[Value]) -> Value | list[Value]:
         else:
             for o, total in zip(out, reduce_in_order(w, op, sources, axis), strict=True):
                 w.emit(f"{o} = {total};")
+    if single in BY_NUMPY:
+        results[0].laid_out(reduced(shape, sources[0].strides, op.int_attr("axis")))
     return results if len(results) > 1 else results[0]
 
 

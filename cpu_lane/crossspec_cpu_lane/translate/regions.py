@@ -21,11 +21,12 @@ def region_values(w: Writer, blocks: list[Block], args: Sequence[str], types: Se
 
     pairs = zip(args, blocks[0].args, strict=True)
     w.define([n for n, _ in blocks[0].args], [w.named(a, t) for a, (_, t) in pairs])
-    outer = w.block_args
-    w.block_args = {}
+    outer = w.block_args, w.region
+    w.counter += 1
+    w.block_args, w.region = {}, w.counter
     w.exits.append(leave)
     w.blocks(blocks)
     w.exits.pop()
-    w.block_args = outer
+    w.block_args, w.region = outer
     w.emit(f"{end}:;")
     return results

@@ -82,6 +82,8 @@ class Writer:
         """Where a device function puts its results."""
         self.exits: list[Callable[[Op], None]] = []
         """What ends the region of several blocks that is being written."""
+        self.region = 0
+        """Which of those regions: each has labels of its own."""
         self.loop: Loop | None = None
         self.counter = 0
         self.stack_bytes = 0
@@ -304,7 +306,7 @@ class Writer:
                 self.exits[-1](end)
 
     def label(self, name: str) -> str:
-        return f"{name}_{len(self.exits)}" if self.exits else name
+        return f"{name}_{self.region}" if self.exits else name
 
     def body(self, ops: list[Op]) -> Op | None:
         """Translates operations; the last is handed back where the caller has to see to it (a yield)."""
