@@ -23,10 +23,7 @@ def install() -> None:
     from vllm_crossspec.engine import compat
 
     compat.require()
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        from vllm_crossspec.engine.cpu import mend
-
-        mend()
+    _mend_cpu()
     _register_models()
     _hook_speculative_config()
     _hook_init_speculator()
@@ -36,6 +33,17 @@ def install() -> None:
     _hook_scheduler()
     _add_worker_methods()
     _installed = True
+
+
+def _mend_cpu() -> None:
+    from vllm.platforms import current_platform
+
+    from vllm_crossspec.engine import cpu
+
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        cpu.mend()
+    if current_platform.is_cpu():
+        cpu.share_cores()
 
 
 def _register_models() -> None:
