@@ -11,7 +11,7 @@ if os.environ.get("TRITON_INTERPRET", "0") == "1" or torch.cuda.is_available():
     pytest.skip("these kernels are to be compiled for the CPU", allow_module_level=True)
 
 import triton
-from crossspec_cpu_lane import compiler
+from crossspec_cpu_lane import compiler, toolchain
 
 N = 64
 INF, NAN = float("inf"), float("nan")
@@ -23,16 +23,22 @@ def forget_compiled_kernels(module):
     for value in vars(module).values():
         if isinstance(value, triton.runtime.JITFunction):
             value.device_caches.clear()
+            value.__dict__.pop("_cpu_lane_launch", None)
+
+
+def forget_compiler():
+    for remembered in (toolchain.compiler, toolchain.fingerprint, compiler._identity):
+        remembered.cache_clear()
 
 
 @pytest.fixture(autouse=True, params=COMPILERS)
 def c_compiler(request, monkeypatch):
     """Kernels are compiled again for each C compiler."""
     monkeypatch.setenv("CC", request.param)
-    compiler._identity.cache_clear()
+    forget_compiler()
     forget_compiled_kernels(request.module)
     yield request.param
-    compiler._identity.cache_clear()
+    forget_compiler()
     forget_compiled_kernels(request.module)
 
 

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from compiled import INF, NAN, bounds_check, c_compiler, line_of  # noqa: F401
-from crossspec_cpu_lane import compiler
+from crossspec_cpu_lane import toolchain
 from crossspec_cpu_lane.translate import translate
 from crossspec_cpu_lane.ttir import UnsupportedError
 
@@ -55,7 +55,7 @@ def assembly_kernel(out):
 
 
 def test_what_is_not_covered_is_one_sentence(monkeypatch):
-    monkeypatch.setattr(compiler, "_compile", lambda code: pytest.fail("the C compiler was called"))
+    monkeypatch.setattr(toolchain, "compile_c", lambda code, name: pytest.fail("the C compiler was called"))
     with pytest.raises(UnsupportedError) as e:
         assembly_kernel[(1,)](torch.zeros(1, dtype=torch.int32))
     line = assembly_kernel.fn.__code__.co_firstlineno + 2
