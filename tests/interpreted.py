@@ -12,6 +12,7 @@ keeps what a launch writes, wherever that is, so that it can be taken back.
 import contextlib
 import ctypes
 import ctypes.util
+import functools
 import inspect
 import math
 import types
@@ -136,9 +137,12 @@ def _language() -> list[Change]:
         # A JITFunction is no method: x.sum() would lose its x.
         for name, member in list(vars(tl.tensor).items()):
             if isinstance(member, JITFunction):
-                method = lambda *args, member=member, **kwargs: member(*args, **kwargs)
-                _LANGUAGE.append((tl.tensor, name, method))
+                _LANGUAGE.append((tl.tensor, name, _as_method(member)))
     return _LANGUAGE
+
+
+def _as_method(function: JITFunction) -> Callable[..., Any]:
+    return lambda *args, **kwargs: function(*args, **kwargs)
 
 
 # -- where the interpreter is wrong ---------------------------------------------------------------------------
@@ -162,13 +166,16 @@ def _narrowed(data: np.ndarray) -> np.ndarray:
 
 _original = {
     name: getattr(InterpreterBuilder, name)
-    for name in "binary_op unary_op ternary_op cast_impl create_masked_load create_masked_store".split()
+    for name in ("binary_op", "unary_op", "ternary_op", "cast_impl", "create_masked_load", "create_masked_store")
 }
 _original_scan, _original_reduce = interpreter.ScanOps.apply_impl, interpreter.ReduceOps.apply_impl
 
 
 def _binary(self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle, op: Any) -> TensorHandle:
     """bfloat16 is computed in float32 and rounded, not computed with its bits."""
+    if op is np.add and (product := lhs.attr.get(_PRODUCT) or rhs.attr.get(_PRODUCT)):
+        other = rhs if _PRODUCT in lhs.attr else lhs
+        return _dot(self, *product, other)
     if not (_is_bfloat16(lhs) or _is_bfloat16(rhs)):
         found = _original["binary_op"](self, lhs, rhs, op)
     else:
@@ -193,9 +200,9 @@ def _ternary(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, c: Tens
 def _cast(self: InterpreterBuilder, src: TensorHandle, to: Any) -> TensorHandle:
     """To bfloat16 the interpreter cuts off where Triton rounds; from it, it knows only the way to float32."""
     source, target = src.dtype.scalar, to.scalar
-    if target == tl.bfloat16 and source != tl.bfloat16 and src.data.dtype != np.uint8:
+    if target == tl.bfloat16 and source != tl.bfloat16 and not source.is_fp8():
         return TensorHandle(_narrowed(src.data.astype(np.float32)), target)
-    if _is_bfloat16(src) and target != tl.bfloat16:
+    if _is_bfloat16(src) and target != tl.bfloat16 and not target.is_fp8():
         return TensorHandle(_widened(src).astype(interpreter._get_np_dtype(target)), target)
     return _original["cast_impl"](self, src, to)
 
@@ -214,14 +221,20 @@ def _store(self: InterpreterBuilder, pointers: TensorHandle, value: TensorHandle
     return _original["create_masked_store"](self, pointers, value, _as_mask(mask), *rest)
 
 
+_PRODUCT = "crossspec.product"
+
+
 def _dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: Any) -> TensorHandle:
-    """Triton leaves the order of the additions open and numpy's differs by processor: here it is that of the rows."""
+    """Triton leaves the order of the additions open and numpy's differs by processor: here it is that of the rows.
+
+    Triton's own passes make one operation of a product and the addition of something to it, which then comes first.
+    """
     kind = d.data.dtype
     left, right = (_widened(x).astype(kind) for x in (a, b))
     total = np.array(d.data)
     for k in range(left.shape[-1]):
         total += left[..., :, k, None] * right[..., None, k, :]
-    return TensorHandle(total, d.dtype.scalar)
+    return TensorHandle(total, d.dtype.scalar, {} if d.data.any() else {_PRODUCT: (a, b)})
 
 
 def _in_order(handles: Any) -> Any:
@@ -229,6 +242,27 @@ def _in_order(handles: Any) -> Any:
     for x in handles if isinstance(handles, tuple) else (handles,):
         x.handle.data = np.ascontiguousarray(x.handle.data)
     return handles
+
+
+_CHOOSING = (
+    tl.standard._argmax_combine_tie_break_left,
+    tl.standard._argmax_combine_tie_break_fast,
+    tl.standard._argmin_combine_tie_break_left,
+    tl.standard._argmin_combine_tie_break_fast,
+)
+
+
+def _reduce(self: Any, values: Any) -> Any:
+    """The largest and the least of bfloat16 are chosen by value, not by bits."""
+    values = _in_order(values)
+    if self.combine_fn not in _CHOOSING or not _is_bfloat16(values[0].handle):
+        return _original_reduce(self, values)
+    shape = tl.block_type(tl.float32, list(values[0].shape))
+    wide = tl.tensor(TensorHandle(_widened(values[0].handle), tl.float32), shape)
+    best, index = _original_reduce(self, (wide, *values[1:]))
+    narrow = TensorHandle(_narrowed(best.handle.data), tl.bfloat16)
+    kind = tl.block_type(tl.bfloat16, list(best.shape)) if best.shape else tl.bfloat16
+    return tl.tensor(narrow, kind), index
 
 
 def _mends() -> list[Change]:
@@ -241,7 +275,7 @@ def _mends() -> list[Change]:
         (builder, "create_masked_load", _load),
         (builder, "create_masked_store", _store),
         (builder, "create_dot", _dot),
-        (interpreter.ReduceOps, "apply_impl", lambda self, x: _original_reduce(self, _in_order(x))),
+        (interpreter.ReduceOps, "apply_impl", _reduce),
         (interpreter.ScanOps, "apply_impl", lambda self, x: _original_scan(self, _in_order(x))),
     ]
 
@@ -249,10 +283,14 @@ def _mends() -> list[Change]:
 # -- functions of mathematics ---------------------------------------------------------------------------------
 
 _C = ctypes.CDLL(ctypes.util.find_library("m"))
+_SHARED = ("exp", "exp2", "log", "log2", "log10", "log1p", "expm1", "sqrt", "sin", "cos", "tan", "tanh")
+_SHARED += ("floor", "ceil", "fabs", "rint", "fmod", "isnan", "isinf")
 _NUMPY: dict[str, Callable[..., Any]] = {
-    name: getattr(np, name)
-    for name in "exp exp2 log log2 log10 log1p expm1 sqrt sin cos tan tanh floor ceil fabs rint fmod isnan isinf".split()
-} | {"pow": np.power, "erf": np.vectorize(math.erf, otypes=[np.float64]), "rsqrt": lambda x: 1 / np.sqrt(x)}
+    **{name: getattr(np, name) for name in _SHARED},
+    "pow": np.power,
+    "erf": np.vectorize(math.erf, otypes=[np.float64]),
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+}
 EXACT = {"sqrt", "floor", "ceil", "fabs", "rint", "fmod", "isnan", "isinf", "rsqrt"}
 """Functions that have one right answer, and so need no library."""
 
@@ -281,13 +319,15 @@ def _mathematics(library: str) -> list[Change]:
 
     changes: list[Change] = [(InterpreterBuilder, "create_extern_elementwise", extern)]
     for name in ("exp", "exp2", "log", "log2", "sin", "cos", "erf"):
-        method = lambda self, arg, name=name: TensorHandle(_function(name, library)(arg.data), arg.dtype.scalar)
-        changes.append((InterpreterBuilder, f"create_{name}", method))
+        changes.append((InterpreterBuilder, f"create_{name}", _elementwise(_function(name, library))))
     for name in vars(libdevice):
         if (function := getattr(declared, name, None)) is not None and tl.core.is_builtin(function):
-            call = lambda *args, function=function: function(*args, _semantic=interpreter.interpreter_semantic)
-            changes.append((libdevice, name, call))
+            changes.append((libdevice, name, functools.partial(function, _semantic=interpreter.interpreter_semantic)))
     return changes
+
+
+def _elementwise(function: Callable[..., np.ndarray]) -> Callable[..., TensorHandle]:
+    return lambda self, arg: TensorHandle(function(arg.data), arg.dtype.scalar)
 
 
 # -- what is written ------------------------------------------------------------------------------------------
