@@ -168,14 +168,11 @@ _original = {
     name: getattr(InterpreterBuilder, name)
     for name in ("binary_op", "unary_op", "ternary_op", "cast_impl", "create_masked_load", "create_masked_store")
 }
-_original_scan, _original_reduce = interpreter.ScanOps.apply_impl, interpreter.ReduceOps.apply_impl
+_original_reduce = interpreter.ReduceOps.apply_impl
 
 
 def _binary(self: InterpreterBuilder, lhs: TensorHandle, rhs: TensorHandle, op: Any) -> TensorHandle:
     """bfloat16 is computed in float32 and rounded, not computed with its bits."""
-    if op is np.add and (product := lhs.attr.get(_PRODUCT) or rhs.attr.get(_PRODUCT)):
-        other = rhs if _PRODUCT in lhs.attr else lhs
-        return _dot(self, *product, other)
     if not (_is_bfloat16(lhs) or _is_bfloat16(rhs)):
         found = _original["binary_op"](self, lhs, rhs, op)
     else:
@@ -221,27 +218,17 @@ def _store(self: InterpreterBuilder, pointers: TensorHandle, value: TensorHandle
     return _original["create_masked_store"](self, pointers, value, _as_mask(mask), *rest)
 
 
-_PRODUCT = "crossspec.product"
-
-
 def _dot(self: InterpreterBuilder, a: TensorHandle, b: TensorHandle, d: TensorHandle, *rest: Any) -> TensorHandle:
-    """Triton leaves the order of the additions open and numpy's differs by processor: here it is that of the rows.
+    """Triton leaves the order of the additions open and numpy's differs by processor.
 
-    Triton's own passes make one operation of a product and the addition of something to it, which then comes first.
+    Here it is that of the inner axis, and what the product is added to comes last.
     """
     kind = d.data.dtype
     left, right = (_widened(x).astype(kind) for x in (a, b))
-    total = np.array(d.data)
+    total = np.zeros(d.data.shape, kind)
     for k in range(left.shape[-1]):
         total += left[..., :, k, None] * right[..., None, k, :]
-    return TensorHandle(total, d.dtype.scalar, {} if d.data.any() else {_PRODUCT: (a, b)})
-
-
-def _in_order(handles: Any) -> Any:
-    """numpy adds in the order of memory, which views have changed: lay the elements out as they are counted."""
-    for x in handles if isinstance(handles, tuple) else (handles,):
-        x.handle.data = np.ascontiguousarray(x.handle.data)
-    return handles
+    return TensorHandle(total + d.data, d.dtype.scalar)
 
 
 _CHOOSING = (
@@ -254,7 +241,6 @@ _CHOOSING = (
 
 def _reduce(self: Any, values: Any) -> Any:
     """The largest and the least of bfloat16 are chosen by value, not by bits."""
-    values = _in_order(values)
     if self.combine_fn not in _CHOOSING or not _is_bfloat16(values[0].handle):
         return _original_reduce(self, values)
     shape = tl.block_type(tl.float32, list(values[0].shape))
@@ -263,6 +249,13 @@ def _reduce(self: Any, values: Any) -> Any:
     narrow = TensorHandle(_narrowed(best.handle.data), tl.bfloat16)
     kind = tl.block_type(tl.bfloat16, list(best.shape)) if best.shape else tl.bfloat16
     return tl.tensor(narrow, kind), index
+
+
+def _range(*limits: Any, **options: Any) -> Iterator[tl.tensor]:
+    """What a loop counts with is a number of the kernel, not of Python: it has a type, and `to`."""
+    values = [int(x) if not isinstance(x, tl.constexpr) else x.value for x in limits]
+    for i in range(*values):
+        yield interpreter.interpreter_semantic.to_tensor(i)
 
 
 def _mends() -> list[Change]:
@@ -275,8 +268,9 @@ def _mends() -> list[Change]:
         (builder, "create_masked_load", _load),
         (builder, "create_masked_store", _store),
         (builder, "create_dot", _dot),
+        (tl, "range", _range),
+        (tl.core, "range", _range),
         (interpreter.ReduceOps, "apply_impl", _reduce),
-        (interpreter.ScanOps, "apply_impl", lambda self, x: _original_scan(self, _in_order(x))),
     ]
 
 

@@ -661,7 +661,7 @@ class Generator:
         for _ in range(3):
             self.load()
         if self.chance(0.15):
-            self.lines.append(Line([], "if pid >= n % 3:\n" + INDENT + "return"))
+            self.lines.append(Line([], "if pid > n % 3:\n" + INDENT + "return"))
         for _ in range(self.random.randint(4, 14)):
             self.statement()
         last = self.pool[-10:]
