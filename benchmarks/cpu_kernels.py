@@ -5,8 +5,8 @@
 
 Engines of `crossspec demo` generate in this process, with every sampler; the first launches of each specialisation of
 every kernel are made in Triton's interpreter, too, from the same memory, and compared (tests/compared.py). A kernel's
-ratio is the seconds of its launches interpreted over the shortest seconds that each took compiled; the compiler's own
-time is in neither. A launch is that of a kernel that stores one number, warm. Prints a table, and one JSON document as
+ratio is the processor's seconds of its launches interpreted over the shortest that each took compiled; the compiler's
+own time is in neither. A launch is that of a kernel that stores one number, warm. Prints a table, and one JSON document as
 its last line; benchmarks/README.md describes it. Needs a machine without a GPU.
 """
 
@@ -84,17 +84,17 @@ def generate(method: str) -> None:
     llm.llm_engine.engine_core.shutdown()
 
 
-def launch_microseconds(count: int = 20000) -> float:
-    """What one launch of a trivial kernel costs, warm: the best of five groups."""
+def launch_microseconds(groups: int = 200, size: int = 100) -> float:
+    """What one launch of a trivial kernel costs, warm: that of the fastest group."""
     out = torch.zeros(1, dtype=torch.int32)
     launch = _one_kernel[(1,)]
     launch(out)
     best = float("inf")
-    for _ in range(5):
+    for _ in range(groups):
         start = time.perf_counter()
-        for _ in range(count // 5):
+        for _ in range(size):
             launch(out)
-        best = min(best, (time.perf_counter() - start) / (count // 5))
+        best = min(best, (time.perf_counter() - start) / size)
     return best * 1e6
 
 

@@ -97,38 +97,61 @@ def smallest(program: Program, kind: str, folder: Path) -> Program:
     return shrink(program, lambda smaller: attempt(smaller, folder)["kind"] == kind)
 
 
+@dataclasses.dataclass
+class Tally:
+    """What programs did."""
+
+    kinds: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    elements: int = 0
+    ulp: float = 0.0
+    failures: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+
+    def add(self, program: Program, found: dict[str, Any]) -> None:
+        self.kinds[found["kind"]] += 1
+        self.elements += found.get("elements", 0)
+        if not found["kind"].startswith("equal"):
+            entry = {"seed": program.seed, "kind": found["kind"], "text": found["text"], "source": program.source()}
+            self.failures.append(entry)
+        elif math.isfinite(found["ulp"]):
+            self.ulp = max(self.ulp, found["ulp"])
+
+
+def run_all(options: argparse.Namespace, console: Console) -> Tally:
+    """All programs, or those until Ctrl-C."""
+    tally = Tally()
+    columns = (TextColumn("programs"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with tempfile.TemporaryDirectory() as name, Progress(*columns, console=console) as progress:
+        folder = Path(name)
+        try:
+            for seed in progress.track(range(options.seed, options.seed + options.programs)):
+                program = generate(seed)
+                found = attempt(program, folder)
+                if not found["kind"].startswith("equal") and not options.no_shrink:
+                    program = smallest(program, found["kind"], folder)
+                    found = attempt(program, folder) | {"kind": found["kind"]}
+                tally.add(program, found)
+                if not found["kind"].startswith("equal"):
+                    kernel = program.source().split("@triton.jit")[-1]
+                    text = f"--- seed {seed} {found['kind']}: {found['text']}\n{kernel}"
+                    progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        except KeyboardInterrupt:
+            progress.console.print("stopped: the document is about the programs that ran")
+    return tally
+
+
 def main(argv: list[str] | None = None) -> int:
     """The command: its exit code."""
     options = arguments(argv)
     torch.set_num_threads(1)
-    console = Console(stderr=True)
-    counts: collections.Counter[str] = collections.Counter()
-    failures, elements, ulp, start = [], 0, 0.0, time.time()
-    columns = (TextColumn("programs"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with tempfile.TemporaryDirectory() as name, Progress(*columns, console=console) as progress:
-        folder = Path(name)
-        for seed in progress.track(range(options.seed, options.seed + options.programs)):
-            program = generate(seed)
-            found = attempt(program, folder)
-            counts[found["kind"]] += 1
-            elements += found.get("elements", 0)
-            if found["kind"].startswith("equal"):
-                ulp = max(ulp, found["ulp"] if math.isfinite(found["ulp"]) else 0.0)
-                continue
-            if not options.no_shrink:
-                program = smallest(program, found["kind"], folder)
-                found = attempt(program, folder)
-            failures.append({"seed": seed, **found, "source": program.source()})
-            kernel = program.source().split("@triton.jit")[-1]
-            text = f"--- seed {seed} {found['kind']}: {found['text']}\n{kernel}"
-            progress.console.print(text, markup=False, highlight=False, soft_wrap=True)
+    start = time.time()
+    tally = run_all(options, Console(stderr=True))
     document = {
-        "programs": options.programs,
+        "programs": tally.kinds.total(),
         "seed": options.seed,
-        "kinds": dict(counts),
-        "elements": elements,
-        "largest_ulp_of_libraries": ulp,
-        "failures": failures,
+        "kinds": dict(tally.kinds),
+        "elements": tally.elements,
+        "largest_ulp_of_libraries": tally.ulp,
+        "failures": tally.failures,
         "meta": {
             "versions": {"triton": triton.__version__, "torch": torch.__version__, "numpy": np.__version__},
             "hardware": meta.hardware(),
@@ -140,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.json:
         options.json.write_text(json.dumps(document, indent=1))
     print(json.dumps(document))
-    return bool(failures)
+    return bool(tally.failures)
 
 
 if __name__ == "__main__":

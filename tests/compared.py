@@ -43,9 +43,9 @@ class Outcome:
     wrong: str = ""
     """What differs although it must not, or why the launch could not be compared."""
     interpreted: float = 0.0
-    """Seconds."""
+    """Seconds of this thread's processor: others that run beside it do not count."""
     compiled: float = 0.0
-    """Seconds, the compiler's own not included."""
+    """The same, the compiler's own not included."""
 
 
 class UnequalError(AssertionError):
@@ -90,9 +90,9 @@ def launch_both(
     before = [s.copy() for s in storages]
     journal, outcome = Journal(), Outcome()
     try:
-        start = time.perf_counter()
+        start = time.thread_time()
         interpret(kernel, grid, *args, journal=journal, **kwargs)
-        outcome.interpreted = time.perf_counter() - start
+        outcome.interpreted = time.thread_time() - start
     except Exception as e:  # noqa: BLE001  whatever a kernel raises, its compiled launch is what was asked for
         journal.undo()
         run(kernel, *args, grid=grid, warmup=False, **kwargs)
@@ -124,9 +124,9 @@ def launch_both(
 
 
 def _timed(run: Callable[..., Any], kernel: JITFunction, grid: Any, args: Any, kwargs: Any) -> float:
-    start = time.perf_counter()
+    start = time.thread_time()
     run(kernel, *args, grid=grid, warmup=False, **kwargs)
-    return time.perf_counter() - start
+    return time.thread_time() - start
 
 
 def _storages(value: Any) -> list[np.ndarray]:
