@@ -6,8 +6,8 @@
 Engines of `crossspec demo` generate in this process, with every sampler; the first launches of each specialisation of
 every kernel are made in Triton's interpreter, too, from the same memory, and compared (tests/compared.py). A kernel's
 ratio is the processor's seconds of its launches interpreted over the shortest that each took compiled; the compiler's
-own time is in neither. A launch is that of a kernel that stores one number, warm. Prints a table, and one JSON document as
-its last line; benchmarks/README.md describes it. Needs a machine without a GPU.
+own time is in neither. A launch is that of a kernel that stores one number, warm. Prints a table, and one JSON document
+as its last line; benchmarks/README.md describes it. Needs a machine without a GPU.
 """
 
 import argparse

@@ -16,6 +16,7 @@ import functools
 import inspect
 import math
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -93,7 +94,8 @@ def interpret(
         grid = grid(bound)
     grid = (*grid, *(1,) * (3 - len(grid)))
     call = _rewritten(kernel)
-    with _patched(library, journal), np.errstate(all="ignore"):
+    with _patched(library, journal), np.errstate(all="ignore"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "All-NaN slice encountered")  # the largest of NaNs is NaN
         values = {k: v if k in constant else interpreter._implicit_cvt(v) for k, v in bound.items()}
         interpreter_builder.set_grid_dim(*grid)
         for place in np.ndindex(*grid):
