@@ -1,7 +1,9 @@
 """Shared pieces: the environment that engines need, each worker's own cores, and the tiny models of training."""
 
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,8 @@ LONGEST = (
     "test_reference", "test_confu_futures", "test_bfloat16", "test_server", "test_negative_controls", "test_benchmarks",
 )  # fmt: skip
 """Files that take minutes, the longest first: none of them may be what a worker begins last."""
+
+_RECORDER = pytest.StashKey[Any]()
 
 for _name, _value in {
     "HF_HUB_OFFLINE": "1",
@@ -62,6 +66,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         rank = {name: i for i, name in enumerate(LONGEST)}
         items.sort(key=lambda item: rank.get(Path(item.path).stem, len(LONGEST)))
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--shadow-interpreter",
+        metavar="FILE",
+        nargs="?",
+        const="",
+        help="compare launches of compiled kernels with Triton's interpreter; a table at the end, rows to FILE as JSON",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--shadow-interpreter") is not None:
+        from compared import Recorder
+
+        config.stash[_RECORDER] = Recorder().__enter__()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    if (recorder := config.stash.get(_RECORDER, None)) is not None:
+        terminalreporter.section("kernels compared with the interpreter")
+        terminalreporter.write_line(recorder.report())
+        if file := config.getoption("--shadow-interpreter"):
+            Path(file).write_text(json.dumps(recorder.rows(), indent=1))
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if (
+        (recorder := session.config.stash.get(_RECORDER, None)) is not None
+        and recorder.wrong
+        and not session.exitstatus
+    ):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,241 @@
+"""Every kernel of the project and of vLLM's samplers: compiled equals interpreted, bit for bit.
+
+Each case is a small launch over random shapes, types and masks that another file's test makes to compare the kernel
+with its twin; here the same launches are made in Triton's interpreter, too. Larger ones by hand:
+
+    pytest --shadow-interpreter -p no:xdist tests/test_verify_kernels.py      # all launches of these tests
+    python benchmarks/cpu_kernels.py                                          # those of engines
+"""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from compared import Recorder
+
+pytestmark = [
+    pytest.mark.interpreted,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for the GPU"),
+    pytest.mark.skipif(triton.knobs.runtime.interpret, reason="kernels are interpreted"),
+]
+
+PACKAGE = Path(__file__).resolve().parents[1] / "vllm_crossspec"
+SECONDS = 4.0
+"""Of interpreting one kernel in one case."""
+ULP = 64
+"""Above this, a difference that is said to be the libraries' is looked at: see docs/cpu-lane-equality.md."""
+
+CASES = {
+    "test_commit_kernels.test_kv_equals_naive": [
+        (3, 7, "heads outside", torch.bfloat16, 16, 2, 64), (8, 60, "heads inside", torch.uint8, 16, 2, 128),
+    ],
+    "test_commit_kernels.test_rows_equal_naive": [(3, 7, 1, 300, torch.float32), (3, 7, 4, 64, torch.bfloat16)],
+    "test_commit_kernels.test_restoring_equals_naive": [(3, 7), (17, 130)],
+    "test_contemplate_kernels.test_split_equals_naive": [("kernels", 3, torch.int32), ("kernels", 12, torch.int64)],
+    "test_contemplate_kernels.test_contemplation_equals_naive": [
+        ("kernels", 3, 40, 5, 2, 3, torch.float32), ("kernels", 12, 130, 8, 2, 3, torch.bfloat16),
+    ],
+    "test_contemplate_kernels.test_rows_that_are_written_equal_naive": [
+        ("kernels", 3, 40, torch.float32), ("kernels", 12, 300, torch.bfloat16),
+    ],
+    "test_verify_kernels.test_rows_equal_naive": [(7, 3, torch.int32), (3, 2, torch.int64)],
+    "test_verify_kernels.test_rows_with_contemplate_rows_equal_naive": [(7, 3, 16)],
+    "test_verify_kernels.test_last_rows_equal_naive": [(3,)],
+    "test_verify_kernels.test_walk_equals_naive": [(7, 3, torch.int32), (60, 8, torch.int64)],
+    "test_verify_kernels.test_penalties_equal_naive": [(7, 3, 300, torch.float32), (1, 1, 31, torch.bfloat16)],
+    "test_catchup.test_locate": [(3,), (300,)],
+    "test_catchup.test_settle": [()],
+    "test_tree_builders.test_best_first_equals_naive": [(5, 2, 3, 14, 20, 0.4), (3, 7, 5, 60, 60, 0.0)],
+    "test_tree_builders.test_dynamic_equals_naive": [(5, 13, 3, 4, 0.3, 31), (3, 7, 5, 1, 0.6, 1)],
+    "test_tree_builders.test_chain_equals_naive": [(3, 7, 7, True), (4, 33, 40, False)],
+    "test_tree_builders.test_to_chain_equals_naive": [(4, 5, 3, 17, True), (2, 3, 2, 33, False)],
+    "test_continuity.test_without_ngrams_it_is_best_first": [(0.4,)],
+    "test_noise.test_kernel_equals_its_twin": [(True, False)],
+    "test_flashhead.test_centroid_scores": [((3, 130, 40, 7, 5, (279, 3, 100)),)],
+    "test_flashhead.test_selected_clusters": [(7, 0.15), (64, None)],
+    "test_flashhead.test_best_and_best_few_are_the_twins": [((1, 33, 17, 16, 17, (0, 5)), 0.1)],
+    "test_flashhead_noise.test_with_all_clusters_probed_it_is_the_dense_coupled_head": [
+        ((5, 16, 8, 4, 2, ()), True, False), ((5, 16, 8, 4, 2, ()), False, True),
+    ],
+    "test_ngram.test_kernel": [("tmp_path", 3, (2, 3, 25), 16, 0.4), ("tmp_path", 4, (3, 1, 67), 8, None)],
+    "test_dart_inputs.test_rows_are_the_twins": [(3, 5, 9, 2, 0, False), (4, 4, 1, 7, 0, True)],
+    "test_dart_inputs.test_rows_that_are_kept_are_the_twins": [(61, 9)],
+    "test_dart_inputs.test_contexts_are_the_twins": [(3,)],
+    "test_counters.test_kernel_equals_naive": [(2, 7, 5, 3, 2)],
+    "test_counters.test_what_counts_and_what_does_not": [()],
+    "test_tree_attention.test_kernel_that_writes_a_level_against_its_twin": [(8, 24, True), (13, 64, False)],
+    "test_tail_attention.test_tail_completes_the_softmax": [
+        (7, 80, 2, 16, torch.float32, 0), (7, 128, 8, 7, torch.bfloat16, 1),
+    ],
+    "test_tail_attention.test_soft_prompts_complete_the_softmax_of_contemplate_rows": [
+        (7, 80, 2, 16, torch.float32, 0, 1),
+    ],
+    "test_router_kernels.test_entropy_equals_naive": [(3, 37, torch.float32), (3, 37, torch.bfloat16)],
+    "test_router_kernels.test_gains_equal_naive": [
+        (5, 72, 4, None, torch.float32), (5, 72, 4, (16, 16, 64), torch.bfloat16),
+        (5, 72, 4, (1, 4, 128), torch.float32),
+    ],
+    "test_router_kernels.test_decisions_equal_naive": [(1, 3), (3, 2)],
+    "test_draft_model.test_rows_are_the_twins": [(3, 3, 9, 6, True), (2, 5, 3, 7, False)],
+    "test_records.test_batched_levels_get_the_same_inputs": [(1, True), (2, False)],
+    "test_heterospec.test_kernel_equals_naive": [(3, 2, 3, 9, "kernels", 0.4)],
+}  # fmt: skip
+"""Tests of other files and what they are called with."""
+
+
+def called(test, values, tmp_path):
+    """Call another file's test; strings and tuples stand for what that file calls so."""
+    module = importlib.import_module(test.__module__)
+    values = [tmp_path if v == "tmp_path" else v for v in values]
+    names = list(inspect.signature(test).parameters)
+    known = dict(zip(names, values, strict=True))
+    if known.get("writer") == "kernels":
+        known["writer"] = module.kernels
+    if isinstance(known.get("tiles"), tuple):
+        known["tiles"] = module.kernels.GainTiles(*known["tiles"])
+    test(**known)
+
+
+COMPARED = set()
+
+
+@pytest.mark.parametrize(("name", "values"), [(n, v) for n, all_ in CASES.items() for v in all_], ids=str)
+def test_kernels_of_the_project(name, values, tmp_path):
+    module, test = name.split(".")
+    with Recorder(launches=1, seconds=SECONDS) as recorder:
+        called(getattr(importlib.import_module(module), test), values, tmp_path)
+    rows = recorder.rows()
+    assert rows
+    assert not recorder.wrong, recorder.report()
+    COMPARED.update(row["kernel"] for row in rows if row["compared"])
+
+
+ELSEWHERE = {
+    "vllm_crossspec.drafters.eagle3.levels:_prepare_growth_kernel",
+    "vllm_crossspec.tree.store:_store_trees_kernel",
+}
+"""Kernels with a test of their own below."""
+
+
+def test_no_kernel_of_the_project_is_left_out(request):
+    """Behind all the others: a new kernel needs a case."""
+    wanted = set()
+    for file in PACKAGE.rglob("*.py"):
+        module = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+        for node in ast.walk(ast.parse(file.read_text())):
+            decorated = isinstance(node, ast.FunctionDef) and "triton.jit" in map(_called, node.decorator_list)
+            if decorated and node.name.endswith("_kernel"):
+                wanted.add(f"{module}:{node.name}")
+    if len([i for i in request.session.items if i.path == request.path]) < sum(map(len, CASES.values())):
+        pytest.skip("not all cases are run")
+    assert wanted == COMPARED | ELSEWHERE
+
+
+def _called(decorator):
+    return ast.unparse(decorator.func if isinstance(decorator, ast.Call) else decorator)
+
+
+@pytest.fixture
+def recorder():
+    with Recorder(launches=1, seconds=SECONDS) as found:
+        yield found
+    assert found.rows()
+    assert not found.wrong, found.report()
+
+
+def rand(*shape, seed=1, dtype=torch.float32):
+    return (torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * 4).to(dtype)
+
+
+def randint(low, high, *shape, seed=1, dtype=torch.int32):
+    return torch.randint(low, high, shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+@pytest.mark.parametrize(("reqs", "slots", "top_k"), [(1, 1, 1), (5, 9, 4), (3, 300, 10)])
+def test_growth(recorder, reqs, slots, top_k):
+    from vllm_crossspec.drafters.eagle3.levels import prepare_growth
+
+    lengths, start = torch.full((slots,), -7, dtype=torch.int32), torch.full((slots + 1,), -7, dtype=torch.int32)
+    seen, rejected = randint(20, 500, reqs), randint(0, 9, reqs)
+    prepare_growth(target_seq_lens=seen, num_rejected=rejected, seq_lens=lengths, query_start_loc=start, top_k=top_k)
+    assert torch.equal(lengths[:reqs], seen - rejected)
+    assert start.tolist() == [min(i, reqs) * top_k for i in range(slots + 1)]
+
+
+@pytest.mark.parametrize(("reqs", "nodes", "width"), [(1, 1, 1), (4, 7, 9), (3, 60, 64)])
+def test_stored_trees(recorder, reqs, nodes, width):
+    from vllm_crossspec.tree.store import store_trees
+    from vllm_crossspec.types import TokenTree
+
+    tree = TokenTree(
+        tokens=randint(0, 99, reqs, nodes),
+        parents=randint(-1, nodes, reqs, nodes),
+        log_probs=rand(reqs, nodes),
+        sizes=randint(1, nodes + 1, reqs),
+    )
+    slots = reqs + 3
+    kept = {"parents": torch.full((slots, width), -7, dtype=torch.int32), "log_probs": torch.zeros(slots, width)}
+    sizes, modes = torch.full((slots,), -7, dtype=torch.int32), randint(0, 3, slots)
+    mapping = torch.randperm(slots, generator=torch.Generator().manual_seed(2))[:reqs].to(torch.int32)
+    mapping[0] = -1 if reqs > 1 else mapping[0]
+    store_trees(tree=tree, idx_mapping=mapping, sizes=sizes, modes=modes, nothing=2, **kept)
+    for row, slot in enumerate(mapping.tolist()):
+        if slot >= 0:
+            assert torch.equal(kept["parents"][slot, :nodes], tree.parents[row])
+            assert int(sizes[slot]) == (0 if int(modes[slot]) == 2 else int(tree.sizes[row]))
+
+
+# -- vLLM's -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("vocabulary", "use_fp64", "dtype"), [(37, False, torch.float32), (300, True, torch.bfloat16)])
+def test_gumbel(recorder, vocabulary, use_fp64, dtype):
+    from vllm.v1.worker.gpu.sample.gumbel import apply_temperature, gumbel_sample
+
+    logits, slots = rand(5, vocabulary, dtype=dtype), torch.tensor([3, 0, -1, 2, 1], dtype=torch.int32)
+    temperature = torch.tensor([0.7, 0.0, 1.0, 1.3])
+    seeds, positions = randint(0, 2**40, 4, dtype=torch.int64), randint(0, 4096, 5, dtype=torch.int64)
+    gumbel_sample(
+        logits, slots, temperature, seeds, positions, apply_temperature=True, is_drafting=False, use_fp64=use_fp64
+    )
+    apply_temperature(logits.float(), slots.clamp(min=0), temperature)
+
+
+@pytest.mark.parametrize("kind", ["k", "p", "k and p"])
+def test_top_k_and_top_p(recorder, kind):
+    from vllm.v1.sample.ops.topk_topp_triton import apply_top_k_top_p_triton
+
+    k = randint(1, 30, 3) if "k" in kind else None
+    p = torch.tensor([0.3, 0.9, 0.05]) if "p" in kind else None
+    apply_top_k_top_p_triton(rand(3, 300), k, p)
+
+
+def test_min_p(recorder):
+    from vllm.v1.worker.gpu.sample.min_p import apply_min_p
+
+    apply_min_p(rand(4, 300), torch.tensor([2, 0, 1, 1], dtype=torch.int32), torch.tensor([0.1, 0.0, 0.5]))
+
+
+def test_log_probabilities(recorder):
+    from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
+
+    logits = rand(3, 300)
+    found = compute_token_logprobs(logits, randint(0, 300, 3, 4, dtype=torch.int64))
+    assert found.shape == (3, 4)
+
+
+def test_grammar_masks(recorder):
+    from vllm.v1.worker.gpu.structured_outputs import _apply_grammar_bitmask_kernel
+
+    logits, allowed = rand(4, 300), randint(-(2**31), 2**31 - 1, 2, 10)
+    rows = torch.tensor([3, 1], dtype=torch.int32)
+    starts = torch.arange(5, dtype=torch.int32)
+    _apply_grammar_bitmask_kernel[(2, 2)](
+        logits, logits.stride(0), rows, starts, allowed, allowed.stride(0), 300, MASK_STRIDE=1, BLOCK_SIZE=256
+    )
+    bits = (allowed[:, torch.arange(300) // 32] >> (torch.arange(300) % 32)) & 1
+    assert torch.equal(logits[rows.long()].isneginf(), bits == 0)
