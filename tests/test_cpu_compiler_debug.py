@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from compiled import INF, NAN, bounds_check, c_compiler, line_of  # noqa: F401
-from crossspec_cpu_lane import toolchain
+from crossspec_cpu_lane import compiler, toolchain
 from crossspec_cpu_lane.translate import translate
 from crossspec_cpu_lane.ttir import UnsupportedError
 
