@@ -230,10 +230,12 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             slot_mapping: int64 [T], -1 for padding.
         """
         num_rows = slot_mapping.shape[0]
-        content = torch.cat([key[:num_rows], value[:num_rows]], dim=-1).to(kv_cache.dtype)
-        real = slot_mapping >= 0
+        key, value, real = key[:num_rows], value[:num_rows], slot_mapping >= 0
         if not bool(real.all()):
-            slot_mapping, content = slot_mapping[real], content[real]
+            if not bool(real.any()):
+                return
+            slot_mapping, key, value = slot_mapping[real], key[real], value[real]
+        content = torch.cat([key, value], dim=-1).to(kv_cache.dtype)
         block_size = kv_cache.shape[2]
         kv_cache.transpose(1, 2)[slot_mapping // block_size, slot_mapping % block_size] = content
 
