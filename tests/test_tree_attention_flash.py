@@ -161,7 +161,7 @@ def test_trees_and_the_rest(flash, with_prompts, full_graphs):
     assert all(call["scheduler_metadata"] is not None for call in flash.calls)
     assert {call["num_splits"] for call in flash.calls} == {MAX_SPLITS if full_graphs else 0}
     cpu = TreeCpuImpl(SHAPE.heads, SHAPE.head_size, SCALE, SHAPE.kv_heads)
-    fields = {name: getattr(metadata, name) for name in TreeCpuMetadata.__dataclass_fields__ if name != "num_reqs"}
+    fields = {name: getattr(metadata, name) for name in TreeCpuMetadata.__dataclass_fields__ if hasattr(metadata, name)}
     same = cpu.forward(
         TARGET,
         batch.query,
@@ -295,7 +295,9 @@ def test_a_level_of_a_draft_tree(flash, causal, has_shared):
             given = metadata
         else:
             fields = {
-                name: getattr(metadata, name) for name in TreeCpuMetadata.__dataclass_fields__ if name != "num_reqs"
+                name: getattr(metadata, name)
+                for name in TreeCpuMetadata.__dataclass_fields__
+                if hasattr(metadata, name)
             }
             given = TreeCpuMetadata(num_reqs=num_reqs, **(fields | {"draft_tail": level}))
         out = torch.full_like(query, torch.nan)

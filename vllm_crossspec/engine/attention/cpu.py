@@ -4,10 +4,11 @@ The KV cache has FlashAttention's logical layout [blocks, Hkv, block_size, K|V],
 keys are ordered for the instruction set; so the compaction of the accepted path is the GPU's. Legend as in ``base``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import triton
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -30,7 +31,7 @@ from vllm_crossspec.engine.attention.base import (
     tail_of_step,
     unsupported_feature,
 )
-from vllm_crossspec.engine.attention.scratch import write_level_naive
+from vllm_crossspec.engine.attention.scratch import write_level, write_level_naive
 from vllm_crossspec.verify.naive import unpack_bits
 from vllm_crossspec.verify.tail_attention import soft_words
 
@@ -78,6 +79,49 @@ class TreeCpuBackend(AttentionBackend):
         return TreeCpuMetadataBuilder
 
 
+class _Request(NamedTuple):
+    """One request of a batch: its query rows, its length, its line of the block table, whether it is causal."""
+
+    rows: slice
+    length: int
+    blocks: list[int]
+    causal: bool
+
+
+class _Part(NamedTuple):
+    """Query rows of one request that are attended in one softmax.
+
+    Attributes:
+        rows: of the batch.
+        request: whose rows they are.
+        num_keys: leading tokens of the request whose keys are read.
+        hidden: float32 [rows, m] added to the logits of the last m keys, 0 or -inf; None where every row sees all.
+        sees_prompts: whether the soft prompts of the layer lie behind the keys.
+    """
+
+    rows: slice
+    request: _Request
+    num_keys: int
+    hidden: torch.Tensor | None
+    sees_prompts: bool = False
+
+
+@dataclass
+class _Reused:
+    """What does not change between the target's layers of a step, or the levels of a drafter's trees.
+
+    ``dataclasses.replace`` carries it from one level's metadata to the next one's.
+
+    Attributes:
+        parts: of the target's layers, by the number of their soft prompts.
+        prefixes: of each drafter's layer, by the layer's implementation: requests with their keys and values, float32
+            [Hkv, length + rows of the scratch, 2 * Dh], whose end is each level's own.
+    """
+
+    parts: dict[int, list[_Part]] = field(default_factory=dict)
+    prefixes: dict[int, list[tuple[_Request, torch.Tensor]]] = field(default_factory=dict)
+
+
 @dataclass
 class TreeCpuMetadata(AttentionMetadata):
     """Of one batch; the tensors are the runner's own, read when a layer runs.
@@ -91,6 +135,7 @@ class TreeCpuMetadata(AttentionMetadata):
         causal: for all requests, or int32 [R].
         target_tail: verification rows of the step; read by the target's layers.
         draft_tail: level of a drafter's trees; read by the drafter's layer.
+        reused: what the first layer or level leaves to the others.
     """
 
     num_actual_tokens: int
@@ -104,6 +149,7 @@ class TreeCpuMetadata(AttentionMetadata):
     causal: bool | torch.Tensor = True
     target_tail: TargetTail | None = None
     draft_tail: DraftTail | None = None
+    reused: _Reused = field(default_factory=_Reused)
 
 
 class TreeCpuMetadataBuilder(AttentionMetadataBuilder[TreeCpuMetadata]):
@@ -130,15 +176,6 @@ class TreeCpuMetadataBuilder(AttentionMetadataBuilder[TreeCpuMetadata]):
             causal=common.causal,
             target_tail=tail_of_step(common, False) if self.serves_target else None,
         )
-
-
-class _Request(NamedTuple):
-    """One request of a batch: its query rows, its length, its line of the block table, whether it is causal."""
-
-    rows: slice
-    length: int
-    blocks: torch.Tensor
-    causal: bool
 
 
 class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
@@ -192,11 +229,15 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             kv_cache: [blocks, Hkv, block_size, 2 * Dh].
             slot_mapping: int64 [T], -1 for padding.
         """
-        real = slot_mapping >= 0
-        slots, block_size = slot_mapping[real], kv_cache.shape[2]
         num_rows = slot_mapping.shape[0]
-        content = torch.cat([key[:num_rows][real], value[:num_rows][real]], dim=-1)
-        kv_cache[slots // block_size, :, slots % block_size] = content.to(kv_cache.dtype)
+        key, value, real = key[:num_rows], value[:num_rows], slot_mapping >= 0
+        if not bool(real.all()):
+            if not bool(real.any()):
+                return
+            slot_mapping, key, value = slot_mapping[real], key[real], value[real]
+        content = torch.cat([key, value], dim=-1).to(kv_cache.dtype)
+        block_size = kv_cache.shape[2]
+        kv_cache.transpose(1, 2)[slot_mapping // block_size, slot_mapping % block_size] = content
 
     def forward(
         self,
@@ -233,49 +274,30 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         if tail is not None and self.two_passes:
             self._attend_in_two_passes(query, kv_cache, attn_metadata, tail, output, soft_prompts_of(layer))
             return output
-        for index, request in enumerate(_requests(attn_metadata)):
-            if tail is not None and index < tail.num_reqs and int(tail.prefix_len[index]) < request.length:
-                self._attend_target_rows(query, kv_cache, request, index, tail, output, soft_prompts_of(layer))
-                continue
-            keys, values = self._gather(kv_cache, request.blocks, request.length)
-            visible = self._visible(request)
-            output[request.rows] = attend(query[request.rows], keys, values, visible, self.scale)[0].to(output.dtype)
+        # The lengths of a drafter's batch may change between two passes with the same metadata.
+        reused = {} if layer.is_draft_layer else attn_metadata.reused.parts
+        soft = soft_prompts_of(layer)
+        num_soft = 0 if soft is None else soft.shape[2]
+        if num_soft not in reused:
+            reused[num_soft] = self._parts(attn_metadata, tail, num_soft)
+        for part in reused[num_soft]:
+            keys, values = self._gather(kv_cache, part.request, part.num_keys).split(self.head_size, dim=-1)
+            if part.sees_prompts:
+                assert soft is not None
+                keys, values = (torch.cat([x, p.float()], dim=1) for x, p in zip((keys, values), soft, strict=True))
+            output[part.rows] = attend(query[part.rows], keys, values, part.hidden, self.scale)
         return output
 
-    def _attend_target_rows(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        request: _Request,
-        index: int,
-        tail: TargetTail,
-        output: torch.Tensor,
-        soft: torch.Tensor | None,
-    ) -> None:
-        """One request with a tail, in one softmax; its contemplate rows, if any, in one of their own.
-
-        What the ordinary rows are computed with ends with the last key that one of them sees. So in float32 their
-        output is the same bits with rows behind them and without.
-        """
-        rows, prefix_len = request.rows, int(tail.prefix_len[index])
-        num_soft = 0 if soft is None else soft.shape[2]
-        seen = unpack_bits(tail.row_mask[rows])
-        seen, prompts = seen.tensor_split([32 * (tail.row_mask.shape[1] - soft_words(num_soft))], dim=1)
-        softened = prompts.any(1).nonzero().flatten().tolist()
-        ordinary = softened[0] if softened else len(seen)
-        for part in (slice(0, ordinary), slice(ordinary, len(seen))):
-            if part.start == part.stop:
-                continue
-            last_seen = int((seen[part] * torch.arange(1, seen.shape[1] + 1)).max())
-            num_keys = min(last_seen, request.length - prefix_len)
-            keys, values = self._gather(kv_cache, request.blocks, prefix_len + num_keys)
-            visible = torch.ones(part.stop - part.start, prefix_len + num_keys, dtype=torch.bool)
-            visible[:, prefix_len:] = seen[part, :num_keys]
-            if part.start == ordinary and soft is not None:
-                keys, values = (torch.cat([x, p.float()], dim=1) for x, p in zip((keys, values), soft, strict=True))
-                visible = torch.cat([visible, prompts[part, :num_soft]], dim=1)
-            mine = slice(rows.start + part.start, rows.start + part.stop)
-            output[mine] = attend(query[mine], keys, values, visible, self.scale)[0].to(output.dtype)
+    def _parts(self, metadata: TreeCpuMetadata, tail: TargetTail | None, num_soft: int) -> list[_Part]:
+        """All rows of a batch; those without query rows (padding) have no part."""
+        parts: list[_Part] = []
+        for index, request in enumerate(_requests(metadata)):
+            prefix_len = int(tail.prefix_len[index]) if tail is not None and index < tail.num_reqs else request.length
+            if tail is not None and prefix_len < request.length:
+                parts += _tree_parts(request, prefix_len, tail.row_mask[request.rows], num_soft)
+            else:
+                parts.append(_Part(request.rows, request, request.length, self._hidden(request)))
+        return [part for part in parts if part.rows.start < part.rows.stop]
 
     def _attend_draft_level(
         self,
@@ -289,7 +311,8 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         tail = metadata.draft_tail
         assert tail is not None
         num_rows = tail.num_reqs * tail.queries_per_req
-        write_level_naive(
+        write = write_level_naive if triton.knobs.runtime.interpret else write_level
+        write(
             key=key[:num_rows],
             value=value[:num_rows],
             scratch=tail.scratch,
@@ -297,22 +320,27 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             queries_per_req=tail.queries_per_req,
             has_shared=tail.has_shared,
         )
-        length = int(tail.length)
-        lse = torch.empty(self.num_heads, num_rows) if self.two_passes else None
-        for index, request in enumerate(_requests(metadata)[: tail.num_reqs]):
-            keys, values = self._gather(kv_cache, request.blocks, request.length)
-            visible = None
-            if lse is None:
-                tail_keys, tail_values = tail.scratch[index, :length].float().permute(1, 2, 0, 3)
-                keys, values = torch.cat([keys, tail_keys], 1), torch.cat([values, tail_values], 1)
-                visible = torch.ones(query[request.rows].shape[0], keys.shape[1], dtype=torch.bool)
-                visible[:, request.length :] = unpack_bits(tail.row_mask[request.rows])[:, :length]
-            rows, row_lse = attend(query[request.rows], keys, values, visible, self.scale)
-            output[request.rows] = rows.to(output.dtype)
-            if lse is not None:
-                lse[:, request.rows] = row_lse
-        if lse is not None:
+        if self.two_passes:
+            lse = torch.empty(self.num_heads, num_rows)
+            for request in _requests(metadata)[: tail.num_reqs]:
+                keys, values = self._gather(kv_cache, request, request.length).split(self.head_size, dim=-1)
+                part = lse[:, request.rows]
+                output[request.rows] = attend(query[request.rows], keys, values, None, self.scale, part)
             merge_draft_tail(query, output, lse, metadata, tail, self.scale)
+            return
+        prefixes = metadata.reused.prefixes
+        if id(self) not in prefixes:
+            room = tail.scratch.shape[1]
+            requests = _requests(metadata)[: tail.num_reqs]
+            prefixes[id(self)] = [(r, self._gather(kv_cache, r, r.length, room)) for r in requests]
+        length = int(tail.length)
+        hidden = _hide(unpack_bits(tail.row_mask[:num_rows])[:, :length])
+        for (request, dense), rows in zip(prefixes[id(self)], tail.scratch[:, :length], strict=False):
+            end = request.length + length
+            dense[:, request.length : end].unflatten(-1, (2, -1)).copy_(rows.permute(2, 0, 1, 3))
+            keys, values = dense[:, :end].split(self.head_size, dim=-1)
+            mine = request.rows
+            output[mine] = attend(query[mine], keys, values, hidden[mine], self.scale)
 
     def _attend_in_two_passes(
         self,
@@ -328,28 +356,36 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         for index, request in enumerate(_requests(metadata)):
             split = index < tail.num_reqs
             length = int(tail.prefix_len[index]) if split else request.length
-            keys, values = self._gather(kv_cache, request.blocks, length)
-            visible = None if split else self._visible(request)
-            rows, lse[:, request.rows] = attend(query[request.rows], keys, values, visible, self.scale)
-            output[request.rows] = rows.to(output.dtype)
+            keys, values = self._gather(kv_cache, request, length).split(self.head_size, dim=-1)
+            hidden = None if split else self._hidden(request)
+            part = lse[:, request.rows]
+            output[request.rows] = attend(query[request.rows], keys, values, hidden, self.scale, part)
         merge_target_tail(query, output, lse, kv_cache, metadata, tail, tail.num_reqs, self.scale, soft)
 
-    def _gather(self, kv_cache: torch.Tensor, blocks: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [Hkv, length, Dh] of one request's first tokens, in float32."""
-        block_size = kv_cache.shape[2]
-        paged = kv_cache[blocks[: -(-length // block_size)].long()]
-        dense = paged.transpose(0, 1).flatten(1, 2)[:, :length].float()
-        keys, values = dense.split(self.head_size, dim=-1)
-        return keys, values
+    def _gather(self, kv_cache: torch.Tensor, request: _Request, length: int, room: int = 0) -> torch.Tensor:
+        """Keys and values, float32 [Hkv, length + room, 2 * Dh], of a request's first tokens; the room is unfilled."""
+        _, num_heads, block_size, width = kv_cache.shape
+        dense = torch.empty(num_heads, length + room, width)
+        for start, block in zip(range(0, length, block_size), request.blocks, strict=False):
+            stop = min(start + block_size, length)
+            dense[:, start:stop] = kv_cache[block, :, : stop - start]
+        return dense
 
-    def _visible(self, request: _Request) -> torch.Tensor:
-        """Bools [rows, length] without any tree; a window is symmetric where there is no causal mask, as in vLLM."""
-        num_rows = request.rows.stop - request.rows.start
-        distance = torch.arange(request.length - num_rows, request.length)[:, None] - torch.arange(request.length)
+    def _hidden(self, request: _Request) -> torch.Tensor | None:
+        """What a request's rows do not see without any tree, as in :class:`_Part`.
+
+        A window is symmetric where there is no causal mask, as in vLLM.
+        """
+        length, num_rows, window = request.length, request.rows.stop - request.rows.start, self.sliding_window
+        if window is None and (not request.causal or num_rows <= 1):
+            return None
+        # All rows see what lies before the first of them, but for a window.
+        first = 0 if window is not None else max(0, length - num_rows)
+        distance = torch.arange(length - num_rows, length)[:, None] - torch.arange(first, length)
         visible = distance >= 0 if request.causal else torch.ones_like(distance, dtype=torch.bool)
-        if self.sliding_window is not None:
-            visible &= distance.abs() < self.sliding_window
-        return visible
+        if window is not None:
+            visible &= distance.abs() < window
+        return _hide(visible)
 
 
 def _requests(metadata: TreeCpuMetadata) -> list[_Request]:
@@ -357,34 +393,73 @@ def _requests(metadata: TreeCpuMetadata) -> list[_Request]:
     bounds, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
     causal = metadata.causal
     flags = causal.bool().tolist() if isinstance(causal, torch.Tensor) else [causal] * metadata.num_reqs
+    blocks = metadata.block_table[: metadata.num_reqs].tolist()
     return [
-        _Request(slice(bounds[index], bounds[index + 1]), lengths[index], metadata.block_table[index], flags[index])
+        _Request(slice(bounds[index], bounds[index + 1]), lengths[index], blocks[index], flags[index])
         for index in range(metadata.num_reqs)
     ]
 
 
+def _tree_parts(request: _Request, prefix_len: int, row_mask: torch.Tensor, num_soft: int) -> list[_Part]:
+    """One request with a tail: its ordinary rows and its contemplate rows, if any, each in a softmax of their own.
+
+    What the ordinary rows are computed with ends with the last key that one of them sees. So in float32 their output
+    is the same bits with rows behind them and without.
+    """
+    seen = unpack_bits(row_mask)
+    seen, prompts = seen.tensor_split([32 * (row_mask.shape[1] - soft_words(num_soft))], dim=1)
+    softened = prompts.any(1).nonzero().flatten().tolist()
+    ordinary = softened[0] if softened else len(seen)
+    parts = []
+    for rows, sees_prompts in ((slice(0, ordinary), False), (slice(ordinary, len(seen)), num_soft > 0)):
+        if rows.start == rows.stop:
+            continue
+        last_seen = int((seen[rows] * torch.arange(1, seen.shape[1] + 1)).max())
+        num_keys = min(last_seen, request.length - prefix_len)
+        visible = seen[rows, :num_keys]
+        if sees_prompts:
+            visible = torch.cat([visible, prompts[rows, :num_soft]], dim=1)
+        mine = slice(request.rows.start + rows.start, request.rows.start + rows.stop)
+        parts.append(_Part(mine, request, prefix_len + num_keys, _hide(visible), sees_prompts))
+    return parts
+
+
+def _hide(visible: torch.Tensor) -> torch.Tensor:
+    """What is added to logits, float32, of bools: 0 where a key is seen and -inf where it is not."""
+    return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+
+
 def attend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible: torch.Tensor | None, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Grouped-query attention of one request in float32.
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    hidden: torch.Tensor | None,
+    scale: float,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Grouped-query attention of one request in float32; the query heads of a KV head are rows of one product.
 
     Args:
         query: [rows, Hq, Dh].
         keys: float32 [Hkv, n, Dh]; n may be 0.
         values: likewise.
-        visible: bools [rows, n]; None if every row sees every key.
+        hidden: float32 [rows, m] added to the logits of the last m keys, 0 or -inf; None if every row sees every key.
         scale: of the logits.
+        lse: [Hq, rows], written: the log-sum-exp, -inf where there is no key.
 
     Returns:
-        The output [rows, Hq, Dh], zeros where there is no key, and the log-sum-exp [Hq, rows], there -inf.
+        The output [rows, Hq, Dh] in float32, zeros where there is no key.
     """
-    num_kv_heads = keys.shape[0]
-    grouped = query.float().unflatten(1, (num_kv_heads, -1)).permute(1, 2, 0, 3)
-    logits = grouped @ keys[:, None].transpose(-1, -2) * scale
-    if visible is not None:
-        logits = logits.masked_fill(~visible, float("-inf"))
-    lse = torch.logsumexp(logits, dim=-1)
-    # A row that sees nothing (in vLLM's dummy runs) must not divide by nothing.
-    weights = torch.exp(logits - lse.nan_to_num(neginf=0.0)[..., None])
-    out = weights @ values[:, None]
-    return out.permute(2, 0, 1, 3).flatten(1, 2), lse.flatten(0, 1)
+    (num_rows, num_heads, head_size), (num_kv_heads, num_keys, _) = query.shape, keys.shape
+    grouped = (query.float() * scale).transpose(0, 1).reshape(num_kv_heads, -1, head_size)
+    logits = torch.bmm(grouped, keys.transpose(1, 2))
+    if hidden is not None:
+        logits.view(num_heads, num_rows, num_keys)[..., num_keys - hidden.shape[1] :] += hidden
+    if lse is not None:
+        lse.copy_(torch.logsumexp(logits, dim=-1).view(num_heads, num_rows))
+    out = torch.bmm(torch.softmax(logits, dim=-1), values)
+    out = out.view(num_heads, num_rows, head_size).transpose(0, 1)
+    if hidden is not None and hidden.shape[1] == num_keys:
+        # A row that sees nothing (in vLLM's dummy runs) was divided by nothing.
+        out.masked_fill_(hidden.isneginf().all(1)[:, None, None], 0.0)
+    return out
