@@ -1,27 +1,10 @@
-"""What vLLM needs to run right and not to trip over itself on a machine without a GPU.
+"""What vLLM needs to run right on a machine without a GPU, its kernels in Triton's interpreter.
 
-Development only. `mend` is for Triton's interpreter alone: each part restores what a compiled kernel does, and where
-kernels are compiled none is needed. Both the plain engine and ours run with them.
+Development only. Each mend restores what a compiled kernel does; both the plain engine and ours run with them.
 """
 
-import os
 import types
 from typing import Any
-
-FEW_CORES = 4
-
-
-def share_cores() -> None:
-    """Have vLLM's processes sleep while they wait for each other, where they would spin on each other's cores.
-
-    Readers of its shared memory call `sched_yield` for a second before they wait for the writer's message: on two cores
-    that was a seventh of all CPU time of a server.
-    """
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    if cores <= FEW_CORES:
-        SpinCondition.__init__.__defaults__ = (0.0,)
 
 
 def mend() -> None:

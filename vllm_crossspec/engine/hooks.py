@@ -23,7 +23,10 @@ def install() -> None:
     from vllm_crossspec.engine import compat
 
     compat.require()
-    _mend_cpu()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from vllm_crossspec.engine.cpu import mend
+
+        mend()
     _register_models()
     _hook_speculative_config()
     _hook_init_speculator()
@@ -33,17 +36,6 @@ def install() -> None:
     _hook_scheduler()
     _add_worker_methods()
     _installed = True
-
-
-def _mend_cpu() -> None:
-    from vllm.platforms import current_platform
-
-    from vllm_crossspec.engine import cpu
-
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        cpu.mend()
-    if current_platform.is_cpu():
-        cpu.share_cores()
 
 
 def _register_models() -> None:

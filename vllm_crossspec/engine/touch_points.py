@@ -126,12 +126,6 @@ TOUCH_POINTS = (
     TouchPoint("vllm.v1.worker.gpu_worker", "Worker._make_model_runner", "self", "overridden: our runner"),
     TouchPoint("vllm.v1.worker.cpu_worker", "CPUWorker.init_device", "self", "overridden: our runner"),
     TouchPoint(
-        "vllm.distributed.device_communicators.shm_broadcast",
-        "SpinCondition.__init__",
-        "self is_reader context notify_address busy_loop_s",
-        "another default in cpu.py: on few cores readers sleep instead of spinning",
-    ),
-    TouchPoint(
         f"{_GPU}.model_runner",
         "GPUModelRunner.load_model",
         "self load_dummy_weights args model kwargs",
