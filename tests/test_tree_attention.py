@@ -1,5 +1,6 @@
 """Tree attention on CPU against a masked softmax, FlexAttention and vLLM's own kernel, in both of its modes."""
 
+import dataclasses
 import random
 from types import SimpleNamespace
 
@@ -208,12 +209,29 @@ def test_ordinary_rows_are_the_same_bits_with_and_without_contemplate_rows(shape
 # -- drafters ---------------------------------------------------------------------------------------------------------
 
 
+def test_a_drafters_layer_reads_its_lengths_in_every_pass():
+    """A chain drafter's positions move on in place, under metadata that was made once."""
+    shape = SHAPES[0]
+    batch = make_batch(shape, [Request(40, 1, None), Request(70, 1, None)], seed=14)
+    metadata, impl = metadata_of(batch, target_tail=None), implementation(shape)
+    first, second = (torch.empty_like(batch.query) for _ in range(2))
+    impl.forward(DRAFTER, batch.query, None, None, batch.cache, metadata, first)
+    metadata.seq_lens -= 3
+    impl.forward(DRAFTER, batch.query, None, None, batch.cache, metadata, second)
+    for row, dense in enumerate(batch.dense):
+        whole = torch.ones(1, len(dense) - 3, dtype=torch.bool)
+        alone = masked_softmax(batch.query[row : row + 1], dense[:-3], whole, SCALE)
+        torch.testing.assert_close(second[row : row + 1].double(), alone, atol=2e-6, rtol=0)
+    assert not torch.equal(first, second)
+
+
 @pytest.mark.parametrize("has_shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3]], ids=str)
 def test_levels_of_a_draft_tree_equal_the_whole_tree(shape, has_shared, two_passes):
     """Three levels of different beams, each written once and read by those below it, against one masked softmax.
 
-    A shared entry is written anew by every level, before all nodes, and seen by all of them.
+    A shared entry is written anew by every level, before all nodes, and seen by all of them. The levels' metadata is
+    made one from another, as the proposer does, so that each reads what the first one gathered of the prefix.
     """
     width, num_reqs, depth = 3, 3, 3
     rng = random.Random(12)
@@ -224,6 +242,8 @@ def test_levels_of_a_draft_tree_equal_the_whole_tree(shape, has_shared, two_pass
     written = torch.randn(num_reqs, depth * width, 2, shape.kv_heads, shape.head_size).to(shape.dtype)
     extra = int(has_shared)
     shared, queries = torch.randn_like(written[:, :depth]), width + extra
+    bounds = torch.arange(0, num_reqs * queries + 1, queries, dtype=torch.int32)
+    metadata = metadata_of(batch, causal=False, query_start_loc=bounds)
     for level in range(depth):
         first, length = level * width, (level + 1) * width
         if level:
@@ -240,25 +260,16 @@ def test_levels_of_a_draft_tree_equal_the_whole_tree(shape, has_shared, two_pass
         query = torch.randn(num_reqs * queries, shape.heads, shape.head_size).to(shape.dtype)
         entry = shared[:, level : level + extra]
         keys, values = torch.cat([written[:, first:length], entry], dim=1).flatten(0, 1).unbind(1)
+        tail_length = torch.tensor([length + extra], dtype=torch.int32)
+        tail = DraftTail(rows, pack_bits(seen.flatten(0, 1)), tail_length, num_reqs, queries, has_shared)
+        metadata = dataclasses.replace(metadata, draft_tail=tail)
         out = impl.forward(
             DRAFTER,
             query,
             keys,
             values,
             batch.cache,
-            metadata_of(
-                batch,
-                causal=False,
-                query_start_loc=torch.arange(0, num_reqs * queries + 1, queries, dtype=torch.int32),
-                draft_tail=DraftTail(
-                    rows,
-                    pack_bits(seen.flatten(0, 1)),
-                    torch.tensor([length + extra], dtype=torch.int32),
-                    num_reqs,
-                    queries,
-                    has_shared,
-                ),
-            ),
+            metadata,
             torch.full_like(query, torch.nan),
         )
         for request in range(num_reqs):
@@ -363,6 +374,11 @@ def test_keys_and_values_are_written_where_vllm_says():
     for row, (block, token) in {0: (1, 3), 2: (0, 0)}.items():
         assert torch.equal(cache[block, :, token], torch.cat([key[row], value[row]], dim=-1))
     assert cache.isfinite().sum() == 2 * 2 * key[0].numel()
+    before = cache.clone()
+    implementation(shape).do_kv_cache_update(TARGET, key, value, cache, torch.full((3,), -1))
+    assert torch.equal(cache.nan_to_num(nan=-1), before.nan_to_num(nan=-1)), "padding was written"
+    implementation(shape).do_kv_cache_update(TARGET, key, value, cache, torch.tensor([7, BLOCK_SIZE - 1]))
+    assert torch.equal(cache[0, :, [7, BLOCK_SIZE - 1]].transpose(0, 1), torch.cat([key[:2], value[:2]], dim=-1))
 
 
 # -- the hook, registration, refusals ---------------------------------------------------------------------------------
