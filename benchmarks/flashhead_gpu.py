@@ -10,20 +10,16 @@ line; benchmarks/README.md describes it. Without a GPU it counts the launches an
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before kernels are imported
 import flashhead_cpu
+import torch
+from launches import count_launches
 from round_time import numbers
 from tree_kernels import Case, time_case
 
@@ -74,16 +70,6 @@ def calls(form: Any, hidden: torch.Tensor) -> dict[str, Callable[[], Any]]:
         return top.float() - logits.float().logsumexp(dim=-1, keepdim=True)
 
     return {"choice": lambda: (hidden @ form.t()).argmax(dim=-1), "candidates": candidates}
-
-
-def count_launches(run: Callable[[], Any]) -> int:
-    """Launches of our kernels in Triton's interpreter, which does not run them."""
-    from triton.runtime import interpreter
-
-    launched: list[Any] = []
-    with mock.patch.object(interpreter.GridExecutor, "__call__", lambda *a, **k: launched.append(a)):
-        run()
-    return len(launched)
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:

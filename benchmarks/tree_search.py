@@ -8,21 +8,18 @@ launches and times nothing.
 """
 
 import argparse
+import functools
 import json
-import os
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before kernels are imported
+from launches import count_launches
 from round_time import numbers
 from synthetic_ngrams import write_store
 from tree_kernels import Case, time_case
@@ -96,16 +93,6 @@ def eager(search: Any, given: dict[str, Any], runs: int) -> float:
     return round(statistics.median(times[3:]), 1)
 
 
-def count_launches(search: Any, given: dict[str, Any]) -> int:
-    """Launches of a search in Triton's interpreter, which does not run them."""
-    from triton.runtime import interpreter
-
-    launched = []
-    with mock.patch.object(interpreter.GridExecutor, "__call__", lambda *a, **k: launched.append(a)):
-        search.build(**given)
-    return len(launched)
-
-
 def measure(store: NgramStore, options: argparse.Namespace) -> list[dict[str, Any]]:
     """All rows."""
     has_gpu = torch.cuda.is_available()
@@ -120,7 +107,7 @@ def measure(store: NgramStore, options: argparse.Namespace) -> list[dict[str, An
                 case = Case("search", lambda search=search, given=given: search.build(**given), None, {})
                 row["graph_us"] = time_case(case, options.runs)
             else:
-                row["launches"] = count_launches(search, given)
+                row["launches"] = count_launches(functools.partial(search.build, **given))
             rows.append(row)
     return rows
 

@@ -1,5 +1,6 @@
 """Records of every drafter at every token: what is read off a text, what is on disk, and real engines in the end."""
 
+import contextlib
 import gzip
 import json
 import os
@@ -259,12 +260,30 @@ def test_batched_levels_get_the_same_inputs(level, has_future):
 
 # -- real engines -------------------------------------------------------------------------------------------------
 
-COLLECT = ("--limit", "2", "--max-tokens", "10", "--shard-prompts", "2", "--max-model-len", "512", "--batch-size", "4")
+MAX_TOKENS = 48
+COLLECT = (
+    "--limit",
+    "2",
+    "--max-tokens",
+    str(MAX_TOKENS),
+    "--shard-prompts",
+    "2",
+    "--max-model-len",
+    "512",
+    "--batch-size",
+    "4",
+)
 
 
 def collect(folder: Path, *options: str) -> subprocess.Popen:
     command = [sys.executable, "-m", "vllm_crossspec.cli.app", "collect", "--out", str(folder), *COLLECT, *options]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def descendants(pid: int) -> list[int]:
+    """Processes that this one has started, and those that they have: the server of forks, and its forks."""
+    found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
+    return [each for child in map(int, found) for each in (child, *descendants(child))]
 
 
 def finished(process: subprocess.Popen) -> str:
@@ -315,7 +334,9 @@ def test_lengths_are_what_a_speculating_engine_accepts(collected, prompt_file):
     # Categories take turns, in the order of the file.
     texts = [p for row in zip(*(by_category[c] for c in read.categories), strict=True) for p in row]
     with engine(ours("eagle3", EAGLE3), enable_prefix_caching=False, per_request_spec_decode_metrics="summary") as llm:
-        outputs = llm.generate([chat(p) for p in texts], SamplingParams(temperature=0.0, max_tokens=10), use_tqdm=False)
+        outputs = llm.generate(
+            [chat(p) for p in texts], SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS), use_tqdm=False
+        )
     for text, output in zip(read.texts, outputs, strict=True):
         assert text.end - text.start == len(output.outputs[0].token_ids) - 1
         places: list[int] = []
@@ -336,12 +357,12 @@ def test_a_killed_collection_goes_on_to_the_same_records(collected, tmp_path, pr
     deadline = time.monotonic() + 600
     while not records.shard_path(tmp_path, 0).is_file():
         assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    children = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+        started = descendants(process.pid)  # now: a shard takes less than a second
     process.kill()
     process.wait()
-    for child in children:  # the engine's process leads a session of its own
-        os.killpg(int(child), signal.SIGKILL)
+    for pid in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     assert not records.shard_path(tmp_path, 1).is_file()
     first = records.shard_path(tmp_path, 0)
     stamp = first.stat().st_mtime_ns

@@ -26,6 +26,7 @@ def run(
         os.dup2(log, descriptor)
     os.environ.clear()
     os.environ.update(environment)
+    sys.path[:0] = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
     if cores:
         import torch
 
