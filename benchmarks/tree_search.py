@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
-from launches import count_launches
+from launch_counts import count_launches
 from round_time import numbers
 from synthetic_ngrams import write_store
 from tree_kernels import Case, time_case
