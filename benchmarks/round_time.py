@@ -146,7 +146,8 @@ def run_child(options: argparse.Namespace) -> None:
     from vllm.platforms import current_platform
 
     settings = engine_settings(job["method"], job["models"], options)
-    settings["enforce_eager"] = current_platform.is_cpu()  # compiling for the CPU says nothing about a GPU
+    if current_platform.is_cpu():  # compiling for the CPU says nothing about a GPU, nor does a worker's own process
+        settings |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
     started = time.perf_counter()
     llm = LLM(**settings)
     seconds = time.perf_counter() - started

@@ -145,7 +145,8 @@ def main(argv: list[str] | None = None) -> int:
     from vllm.platforms import current_platform
 
     settings = round_time.engine_settings(METHOD, model_folders(options, folder), options)
-    settings["enforce_eager"] = current_platform.is_cpu()
+    if current_platform.is_cpu():
+        settings |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
     # No prompt is computed: the dummy rounds' rows are all that must fit.
     settings["max_num_batched_tokens"] = max(8192, max(options.batch_sizes) * (options.nodes + 1))
     llm = LLM(**settings)

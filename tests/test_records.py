@@ -260,7 +260,7 @@ def test_batched_levels_get_the_same_inputs(level, has_future):
 
 # -- real engines -------------------------------------------------------------------------------------------------
 
-MAX_TOKENS = 48
+MAX_TOKENS = 32
 COLLECT = (
     "--limit",
     "2",

@@ -37,6 +37,8 @@ def preload() -> None:
             continue
     gc.collect()
     gc.freeze()
+    # Libraries have last words when the server ends, which nobody asked for; a fork writes into a log of its own.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 preload()
