@@ -103,7 +103,8 @@ def engine(spec: dict[str, Any] | None, model: Path = TARGET, **overrides: Any) 
         "disable_log_stats": False,
         "distributed_executor_backend": "uni",
     }
-    # vLLM collects garbage ten times while an engine starts: not of what was there before.
+    # vLLM collects garbage ten times while an engine starts: not of what was there before, but for the last engine.
+    gc.collect()
     gc.freeze()
     with mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
         llm = LLM(str(model), speculative_config=spec, **(settings | overrides))

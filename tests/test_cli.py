@@ -298,7 +298,9 @@ def test_rows_of_finished_configs_outlive_what_comes_after(play, tmp_path, cross
     file = tmp_path / "out.json"
     code, out, err = crossspec("bench", "--model", "m", "--spec", good, "--spec", late, "--json", file)
     assert code == (2 if "exit" in end else 128 + signal.SIGTERM)
-    assert {row["method"] for row in json.loads(file.read_text())["rows"]} == {"plain", "good"}
+    document = json.loads(file.read_text())
+    assert {row["method"] for row in document["rows"]} == {"plain", "good"}
+    assert document["meta"]["unfinished"] == ["late"]
     assert "plain" in out and "good" in out
     if code == 2:
         assert "late: the engine's process ended with status 9" in err

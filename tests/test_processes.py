@@ -3,8 +3,11 @@
 import json
 import os
 import signal
+import subprocess
 import sys
+import threading
 import time
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -99,7 +102,65 @@ def test_another_environment_than_the_servers_gets_a_process_from_the_start(monk
     assert not processes._can_fork()
 
 
+def test_a_second_engine_is_forked_while_the_server_starts(forked, monkeypatch):
+    start, found = forkserver.ensure_running, []
+
+    def slowly():
+        other = threading.Thread(target=lambda: found.append(processes._can_fork()))
+        other.start()
+        other.join(0.2)
+        found.append(other.is_alive())
+        start()
+
+    monkeypatch.setattr(forkserver, "ensure_running", slowly)
+    for name in processes.CHILD_DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
+    with forked("pass") as (process, events):
+        assert isinstance(process, processes._Forked) and len(list(events)) == 1
+    while len(found) < 2:
+        time.sleep(0.01)
+    assert found == [True, True]
+    assert not set(processes.CHILD_DEFAULTS) & set(os.environ)
+
+
+def test_a_fork_does_not_run_the_program_that_asked_for_it(tmp_path):
+    (tmp_path / "played_fork.py").write_text(PLAYED)
+    (tmp_path / "job.json").write_text(json.dumps({"then": "pass"}))
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pathlib import Path\nfrom vllm_crossspec.cli import processes\nprocesses.PRELOADED = 'json'\n"
+        "print('once')\nhere = Path(__file__).parent\n"
+        "with processes.engine_process(here / 'job.json', here / 'log.txt', 'played_fork') as (process, events):\n"
+        "    print(type(process).__name__, len(list(events)))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, env=environment)
+    assert (done.stdout.split(), done.stderr) == (["once", "_Forked", "1"], "")
+
+
+def test_where_the_server_ends_an_engine_is_started(forked, monkeypatch, tmp_path):
+    def gone():
+        raise EOFError("unexpected EOF")
+
+    monkeypatch.setattr(forkserver, "ensure_running", gone)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with forked("pass") as (process, events):
+        assert isinstance(process, processes._Started) and len(list(events)) == 1
+
+
+def test_what_cannot_be_imported_does_not_end_the_server(tmp_path):
+    (tmp_path / "needs_a_library.py").write_text("raise OSError('libfoo.so: cannot open shared object file')")
+    source = Path(processes.__file__).parents[1] / "engine" / "preload.py"
+    code = source.read_text().replace('"vllm', '"needs_a_library", "vllm_has_no_such.')
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert done.returncode == 0
+
+
 def test_engines_side_by_side_share_the_cores(monkeypatch):
+    monkeypatch.setenv(processes.BOUND_CORES, "3")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+    assert compare.cores_of(2) == [[]], "what the user has set stands"
+    monkeypatch.delenv(processes.BOUND_CORES)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3, 4})
     assert compare.cores_of(1) == [[]]
     assert compare.cores_of(2) == [[0, 2, 4], [1, 3]]

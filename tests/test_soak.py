@@ -13,6 +13,8 @@ from pathlib import Path
 import engines
 import pytest
 from servers import serving
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = pytest.mark.e2e
 
@@ -102,13 +104,10 @@ def test_mixed_requests_for_a_while(monkeypatch):
         monkeypatch.setenv(name, value)
     prompts = engines.prompts(4)
     wanted = [(p, k) for p in range(len(prompts)) for k in range(len(KINDS))]
-    with serving(None, *SERVER) as plain:
-        kinds = [{**kind, "extra_body": without_ours(kind)} for kind in KINDS]
-        expected = once(plain, prompts, kinds, wanted)
-
+    expected = plain_texts(prompts, wanted)
     with serving(SPEC, *SERVER) as server:
         group = os.getpgid(server.process.pid)
-        assert once(server, prompts, KINDS, wanted) == expected
+        assert once(server, prompts, wanted) == expected
         answers, resident = [], []
         for _ in range(2):
             answers.append(soak(server, prompts, expected, SECONDS / 2))
@@ -119,14 +118,25 @@ def test_mixed_requests_for_a_while(monkeypatch):
         assert resident[1] - resident[0] < GROWTH
 
 
-def once(server, prompts, kinds, wanted):
+def plain_texts(prompts, wanted):
+    """What the target alone answers to these pairs of prompt and kind, offline."""
+    with engines.engine(None, max_num_seqs=CONCURRENCY, max_num_batched_tokens=1024) as llm:
+        sampling = [SamplingParams(max_tokens=MAX_TOKENS, **offline(KINDS[kind])) for _, kind in wanted]
+        outputs = llm.generate([prompts[prompt] for prompt, _ in wanted], sampling, use_tqdm=False)
+        return dict(zip(wanted, (output.outputs[0].text for output in outputs), strict=True))
+
+
+def offline(kind):
+    """A kind's fields as plain vLLM's own parameters."""
+    fields = {**kind, **kind.get("extra_body", {})}
+    if outputs := fields.pop("structured_outputs", None):
+        fields["structured_outputs"] = StructuredOutputsParams(**outputs)
+    return {name: value for name, value in fields.items() if name not in ("extra_body", "vllm_xargs")}
+
+
+def once(server, prompts, wanted):
     """The answers to these pairs of prompt and kind, asked for together."""
     client = server.client()
     with concurrent.futures.ThreadPoolExecutor(CONCURRENCY) as pool:
-        texts = pool.map(lambda pk: complete(client, prompts[pk[0]], kinds[pk[1]]), wanted)
+        texts = pool.map(lambda pk: complete(client, prompts[pk[0]], KINDS[pk[1]]), wanted)
         return dict(zip(wanted, texts, strict=True))
-
-
-def without_ours(kind):
-    """The request's extra fields that plain vLLM knows."""
-    return {key: value for key, value in kind.get("extra_body", {}).items() if key != "vllm_xargs"}

@@ -5,7 +5,7 @@ import os
 import queue
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from rich.progress import (
 from rich.table import Table
 
 from vllm_crossspec.cli import meta, runner
-from vllm_crossspec.cli.processes import end_all, is_cpu_lane
+from vllm_crossspec.cli.processes import BOUND_CORES, end_all, is_cpu_lane
 from vllm_crossspec.cli.runner import ALL, PLAIN, Job, Row, Run
 
 MINIMUM_WIDTH = 140
@@ -45,7 +45,8 @@ def compare(
 ) -> tuple[list[Row], list[Run]]:
     """Run all jobs, print the table, write the document; the rows and what each engine did.
 
-    If one fails or the user ends it, the table and the document are of those that are done.
+    If one fails or the user ends it, the table and the document are of those that are done; the document's ``meta``
+    then names the ``unfinished``.
 
     Args:
         jobs: `plain` among them where texts are to be compared.
@@ -60,7 +61,7 @@ def compare(
         _run_all(jobs, board, side_by_side)
     except BaseException:
         if board.runs:
-            _show(board.runs, settings, json_file)
+            _show(board.runs, settings | {"unfinished": board.unfinished}, json_file)
         raise
     return _show(board.runs, settings, json_file), board.runs
 
@@ -114,7 +115,7 @@ def _run_all(jobs: Sequence[Job], board: "_Board", side_by_side: int) -> None:
 
         futures = [pool.submit(work, job) for job in jobs]
         try:
-            for future in futures:
+            for future in wait(futures, return_when=FIRST_EXCEPTION).done:
                 future.result()
         except BaseException:
             for future in futures:
@@ -125,8 +126,8 @@ def _run_all(jobs: Sequence[Job], board: "_Board", side_by_side: int) -> None:
 
 
 def cores_of(side_by_side: int) -> list[list[int]]:
-    """Which cores each of the engines that run at a time keeps to; a single one has no need to."""
-    if side_by_side <= 1 or not is_cpu_lane() or not hasattr(os, "sched_getaffinity"):
+    """Which cores each of the engines that run at a time keeps to: none where it is one, or where the user chose them."""
+    if side_by_side <= 1 or not is_cpu_lane() or not hasattr(os, "sched_getaffinity") or BOUND_CORES in os.environ:
         return [[]]
     cores = sorted(os.sched_getaffinity(0))
     count = min(side_by_side, len(cores))
@@ -147,6 +148,12 @@ class _Board:
         """Those that are done, in the order of the jobs."""
         with self._lock:
             return [self._runs[method] for method in self._order if method in self._runs]
+
+    @property
+    def unfinished(self) -> list[str]:
+        """The others."""
+        with self._lock:
+            return [method for method in self._order if method not in self._runs]
 
     def follow(self, job: Job, progress: Progress, cores: Sequence[int]) -> None:
         """Run the job under a bar of its own."""

@@ -14,10 +14,12 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Protocol
 
 CHILD_MODULE = "vllm_crossspec.engine.offline"
@@ -28,6 +30,9 @@ CHILD_DEFAULTS = {
     "TOKENIZERS_PARALLELISM": "false",
 }
 """Environment of an engine process where the user set nothing (the KV cache size, in GiB, is the CPU's)."""
+
+BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
+"""Environment variable: the cores that vLLM's threads keep to on a CPU."""
 
 READ_AT_IMPORT = ("TRITON_", "VLLM_", "TORCH", "HF_", "LD_", "PYTHON", "OMP_")
 """How variables begin that vLLM or what it stands on reads when it is imported: another value, another server."""
@@ -68,11 +73,10 @@ def engine_process(
         cores: that the process keeps to; none for all. On a CPU only.
     """
     read_end, write_end = os.pipe()
-    forks = _can_fork()
     environment = {**CHILD_DEFAULTS, **os.environ}
     if cores:
-        environment["VLLM_CPU_OMP_THREADS_BIND"] = ",".join(map(str, cores))
-    start: Starter = _fork if forks else _start
+        environment[BOUND_CORES] = ",".join(map(str, cores))
+    start: Starter = _fork if _can_fork() else _start
     try:
         process = start(module or CHILD_MODULE, job_file, write_end, log_file, environment, cores)
     except BaseException:
@@ -149,15 +153,20 @@ class _Forked:
 _server_environment: list[dict[str, str]] = []
 """What the server of forks was started with, of :data:`READ_AT_IMPORT`; empty before."""
 
+_lock = threading.Lock()
+"""Around what two threads that start an engine each must not do at once: it changes this process for a moment."""
+
 
 def _can_fork() -> bool:
     """Whether the server of forks serves an engine: on Linux without a GPU, if nothing that it has read has changed."""
     if not sys.platform.startswith("linux") or not is_cpu_lane():
         return False
-    read = {name: value for name, value in os.environ.items() if name.startswith(READ_AT_IMPORT)}
-    if not _server_environment:
-        _server_environment.append(read)
-    return read == _server_environment[0]
+    with _lock:
+        whole = {**CHILD_DEFAULTS, **os.environ}
+        read = {name: value for name, value in whole.items() if name.startswith(READ_AT_IMPORT)}
+        if not _server_environment:
+            _server_environment.append(read)
+        return read == _server_environment[0]
 
 
 def is_cpu_lane() -> bool:
@@ -178,22 +187,35 @@ def _fork(
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOADED])
-    # The server hands its environment to what it imports; CHILD_DEFAULTS belong to that.
-    before = dict(os.environ)
-    os.environ.update({k: v for k, v in CHILD_DEFAULTS.items() if k not in os.environ})
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name in set(CHILD_DEFAULTS) - set(before):
-            del os.environ[name]
     connection = Connection(os.dup(events), readable=False)
+    arguments = (module, str(job_file), connection, str(log_file), environment, list(cores))
+    process = context.Process(target=forks.run, args=arguments)
     try:
-        arguments = (module, str(job_file), connection, str(log_file), environment, list(cores))
-        process = context.Process(target=forks.run, args=arguments)
-        process.start()
+        with _lock, _as_the_server_sees_it():
+            forkserver.ensure_running()
+            process.start()
+    except (EOFError, OSError):  # the server is gone: whatever ended it, an engine of its own says it better
+        return _start(module, job_file, events, log_file, environment, cores)
     finally:
         connection.close()
     return _Forked(process)
+
+
+@contextmanager
+def _as_the_server_sees_it() -> Iterator[None]:
+    """Hand the server, which imports vLLM, what an engine's environment has; and no fork this program's own module.
+
+    Python imports the main module of whoever asks for a fork into the fork: a script without a guard would run again.
+    """
+    added, main = [name for name in CHILD_DEFAULTS if name not in os.environ], sys.modules["__main__"]
+    os.environ.update({name: CHILD_DEFAULTS[name] for name in added})
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        for name in added:
+            os.environ.pop(name, None)
 
 
 def _events(read_end: int, process: EngineProcess) -> Iterator[dict[str, Any]]:
@@ -221,8 +243,7 @@ def _end(process: EngineProcess) -> None:
                 break
             with suppress(ProcessLookupError):
                 os.kill(process.pid, sign)
-        if process.wait(patience) is not None:
-            continue
+        process.wait(patience)
     process.wait()
 
 

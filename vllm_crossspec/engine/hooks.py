@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import triton
+
 from vllm_crossspec.names import DEBUG_VARIABLE
 
 CONFU_MODEL = "ConfuForCausalLM"
@@ -23,7 +25,7 @@ def install() -> None:
     from vllm_crossspec.engine import compat
 
     compat.require()
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if triton.knobs.runtime.interpret:
         from vllm_crossspec.engine.cpu import mend
 
         mend()

@@ -24,7 +24,7 @@ NEEDED = (
     "vllm_crossspec.engine.runner",
     "vllm_crossspec.engine.host",
 )
-"""What an engine imports when it starts. A name that this vLLM lacks is left to the engine, which says so better."""
+"""What an engine imports when it starts. What cannot be imported is left to the engine, which says so better."""
 
 
 def preload() -> None:
@@ -33,7 +33,7 @@ def preload() -> None:
     for name in NEEDED:
         try:
             importlib.import_module(name)
-        except ImportError:
+        except Exception:  # noqa: BLE001 - a missing library is an OSError, and the server must not end
             continue
     gc.collect()
     gc.freeze()
