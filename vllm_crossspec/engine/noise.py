@@ -5,6 +5,7 @@ not depend on the drafts, so a drafter may look at that noise: its best candidat
 the token that the target is likeliest to *sample*. No draft probabilities are kept, and trees work alike.
 """
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -115,7 +116,7 @@ def add_target_noise(
 
 def _is_greedy(idx_mapping: torch.Tensor, temperature: torch.Tensor) -> bool:
     """Whether no row of a batch gets any noise, on a CPU; padding may be taken for a row that does."""
-    return not temperature.numpy()[idx_mapping.numpy()].any()
+    return not np.count_nonzero(temperature.numpy()[idx_mapping.numpy()])
 
 
 @triton.jit

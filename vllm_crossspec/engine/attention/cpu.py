@@ -297,7 +297,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         if num_soft not in reused:
             reused[num_soft] = self._parts(attn_metadata, tail, num_soft)
         for part in reused[num_soft]:
-            keys, values = self._gather(kv_cache, part.request, part.num_keys).split(self.head_size, dim=-1)
+            keys, values = self._halves(self._gather(kv_cache, part.request, part.num_keys))
             if part.sees_prompts:
                 assert soft is not None
                 keys, values = (torch.cat([x, p.float()], dim=1) for x, p in zip((keys, values), soft, strict=True))
@@ -340,7 +340,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             )
             lse = torch.empty(self.num_heads, num_rows)
             for request in _requests(metadata)[: tail.num_reqs]:
-                keys, values = self._gather(kv_cache, request, request.length).split(self.head_size, dim=-1)
+                keys, values = self._halves(self._gather(kv_cache, request, request.length))
                 part = lse[:, request.rows]
                 output[request.rows] = attend(query[request.rows], keys, values, None, self.scale, part)
             merge_draft_tail(query, output, lse, metadata, tail, self.scale)
@@ -357,7 +357,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         prefixes.num_rows = length
         for request, content in zip(prefixes.requests, dense, strict=True):
             mine = request.rows
-            keys, values = content[:, : request.length + length].split(self.head_size, dim=-1)
+            keys, values = self._halves(content[:, : request.length + length])
             output[mine] = attend(query[mine], keys, values, hidden[mine], self.scale)
 
     def _prefixes(self, kv_cache: torch.Tensor, metadata: TreeCpuMetadata, tail: DraftTail) -> _Prefixes:
@@ -384,7 +384,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         for index, request in enumerate(_requests(metadata)):
             split = index < tail.num_reqs
             length = int(tail.prefix_len[index]) if split else request.length
-            keys, values = self._gather(kv_cache, request, length).split(self.head_size, dim=-1)
+            keys, values = self._halves(self._gather(kv_cache, request, length))
             hidden = None if split else self._hidden(request)
             part = lse[:, request.rows]
             output[request.rows] = attend(query[request.rows], keys, values, hidden, self.scale, part)
@@ -398,6 +398,10 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         dense = torch.empty(num_heads, length, width)
         _gather_into(dense, kv_cache, request, length)
         return dense
+
+    def _halves(self, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [Hkv, n, Dh] of both beside each other, as views."""
+        return dense[..., : self.head_size], dense[..., self.head_size :]
 
     def _hidden(self, request: _Request) -> torch.Tensor | None:
         """What a request's rows do not see without any tree, as in :class:`_Part`.
