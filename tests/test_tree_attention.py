@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import triton
 from attention_batches import (
     BLOCK_SIZE,
     Batch,
@@ -24,7 +25,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_crossspec.engine.attention import base, scratch
+from vllm_crossspec.engine.attention import base, copies, scratch
 from vllm_crossspec.engine.attention.base import DraftTail
 from vllm_crossspec.engine.attention.cpu import (
     TreeCpuBackend,
@@ -305,6 +306,66 @@ def test_kernel_that_writes_a_level_against_its_twin(length, head_size, has_shar
         assert torch.equal(filled[0][:num_reqs, 0, 0], arguments["key"][queries - 1 :: queries])
 
 
+def wide(shape, dtype, seed=0):
+    """Numbers of which bfloat16 keeps few: a conversion that rounds otherwise shows."""
+    make = torch.Generator().manual_seed(seed)
+    numbers = torch.randn(shape, generator=make) * torch.exp(9 * torch.randn(shape, generator=make))
+    # Triton's interpreter cuts off where it is to round, and so gets numbers that need neither.
+    return (numbers.bfloat16() if triton.knobs.runtime.interpret else numbers).to(dtype)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("head_size", [1, 24, 64, 80])
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("num_reqs", [1, 3])
+def test_kernel_that_appends_a_level_against_its_twin(num_reqs, has_shared, head_size, dtypes):
+    """Three levels, one after another, in a scratch and behind prefixes of different lengths; the masks are noise."""
+    queries, heads, capacity, num_words = 5 + has_shared, 2, 34, 2
+    prefix_lens = torch.tensor([9, 0, 14], dtype=torch.int32)[:num_reqs]
+    filled = []
+    for append in (copies.append_level, copies.append_level_naive):
+        rows = torch.full((num_reqs + 2, capacity, 2, heads, head_size), -7777.0, dtype=dtypes[1])
+        dense = torch.full((num_reqs, heads, 14 + capacity, 2 * head_size), torch.nan)
+        rows[:, :22] = wide((num_reqs + 2, 22, 2, heads, head_size), dtypes[1])  # levels above these
+        copies.copy_tail(rows, 22, dense, prefix_lens.tolist())
+        found = []
+        for level in range(3):
+            length = has_shared + 21 + 4 * level  # the first of them changes rows that are there
+            fused = wide((num_reqs * queries, 3 * heads, head_size), dtypes[0], seed=level)
+            make = torch.Generator().manual_seed(level)
+            masks = torch.randint(-(2**31), 2**31, (num_reqs * queries, num_words), generator=make, dtype=torch.int32)
+            held = torch.tensor([length], dtype=torch.int32)
+            tail = DraftTail(rows, masks, held, num_reqs, queries, has_shared)
+            found.append(append(fused[:, :heads], fused[:, 2 * heads :], tail, length, dense, prefix_lens))
+        filled.append((rows, dense, found))
+    (rows, dense, hidden), (rows_2, dense_2, hidden_2) = filled
+    assert torch.equal(rows, rows_2) and all(map(torch.equal, hidden, hidden_2))
+    assert [h.shape for h in hidden] == [(num_reqs * queries, has_shared + n) for n in (21, 25, 29)]
+    assert torch.equal(dense.nan_to_num(nan=-1), dense_2.nan_to_num(nan=-1))
+    assert dense.isnan().any() and (rows[:num_reqs, has_shared + 29 :] == -7777).all()
+
+
+def test_levels_that_do_not_follow_one_another():
+    """One metadata for a tree that is grown, then grown again from its first level, then from a later one."""
+    shape, width = SHAPES[0], 3
+    batch = make_batch(shape, [Request(40, 1, None), Request(7, 1, None)], seed=13)
+    rows = torch.randn(2, 16, 2, shape.kv_heads, shape.head_size)
+    bounds = torch.tensor([0, width, 2 * width], dtype=torch.int32)
+    metadata, impl = metadata_of(batch, causal=False, query_start_loc=bounds), implementation(shape)
+    masks = torch.full((2 * width, 1), -1, dtype=torch.int32)
+    for length in (6, 9, 3, 6, 12):
+        keys, values = torch.randn(2, 2 * width, shape.kv_heads, shape.head_size)
+        query = torch.randn(2 * width, shape.heads, shape.head_size)
+        tail = DraftTail(rows, masks, torch.tensor([length], dtype=torch.int32), 2, width)
+        metadata = dataclasses.replace(metadata, draft_tail=tail)
+        out = impl.forward(DRAFTER, query, keys, values, batch.cache, metadata, torch.full_like(query, torch.nan))
+        for request in range(2):
+            mine = slice(request * width, (request + 1) * width)
+            content = torch.cat([batch.dense[request], rows[request, :length]])
+            whole = masked_softmax(query[mine], content, torch.ones(width, len(content), dtype=torch.bool), SCALE)
+            torch.testing.assert_close(out[mine].double(), whole, atol=2e-6, rtol=0)
+
+
 # -- vLLM's own CPU attention -----------------------------------------------------------------------------------------
 
 
@@ -379,6 +440,30 @@ def test_keys_and_values_are_written_where_vllm_says():
     assert torch.equal(cache.nan_to_num(nan=-1), before.nan_to_num(nan=-1)), "padding was written"
     implementation(shape).do_kv_cache_update(TARGET, key, value, cache, torch.tensor([7, BLOCK_SIZE - 1]))
     assert torch.equal(cache[0, :, [7, BLOCK_SIZE - 1]].transpose(0, 1), torch.cat([key[:2], value[:2]], dim=-1))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("head_size", [1, 24, 64, 80])
+@pytest.mark.parametrize("num_rows", [1, 7, 61])
+def test_kernel_that_writes_the_cache_against_its_twin(num_rows, head_size, dtypes):
+    """Slots in any order with padding among them, of a cache whose heads lie outside its tokens or inside."""
+    heads, blocks = 3, 4
+    slots = torch.randperm(blocks * BLOCK_SIZE, generator=torch.Generator().manual_seed(num_rows))[:num_rows]
+    slots[::3] = -1 if num_rows > 1 else slots[0]
+    fused = wide((num_rows + 2, 3 * heads, head_size), dtypes[0])
+    for order in ((0, 1, 2), (0, 2, 1)):
+        filled = []
+        for write in (copies.write_cache, copies.write_cache_naive):
+            sizes = [(blocks, heads, BLOCK_SIZE)[i] for i in order]
+            cache = torch.full((*sizes, 2 * head_size), -7777.0, dtype=dtypes[1]).permute(*order, 3)
+            write(fused[:, :heads], fused[:, 2 * heads :], cache, slots)
+            filled.append(cache)
+        assert torch.equal(*filled)
+        written = (filled[0] != -7777).flatten(3).all(3).any(1).flatten()
+        assert written.nonzero().flatten().tolist() == sorted(s for s in slots.tolist() if s >= 0)
+    write_nothing = torch.full((num_rows,), -1)
+    copies.write_cache(fused[:, :heads], fused[:, 2 * heads :], cache, write_nothing)
+    assert torch.equal(*filled)
 
 
 # -- the hook, registration, refusals ---------------------------------------------------------------------------------

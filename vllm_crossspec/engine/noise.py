@@ -5,6 +5,7 @@ not depend on the drafts, so a drafter may look at that noise: its best candidat
 the token that the target is likeliest to *sample*. No draft probabilities are kept, and trees work alike.
 """
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -71,7 +72,8 @@ def add_target_noise(
 ) -> torch.Tensor:
     """A drafter's logits as the target's sampler will look at its own: over temperature, plus the noise; one launch.
 
-    Rows of greedy requests (temperature 0) and of padding come out as they are.
+    Rows of greedy requests (temperature 0) and of padding come out as they are; without a GPU, where looking at the
+    temperatures costs little, a batch of nothing else is not copied.
 
     Args:
         logits: [rows, vocabulary] of the drafter.
@@ -88,8 +90,11 @@ def add_target_noise(
     num_rows, vocab_size = logits.shape
     rows_per_entry = num_rows // idx_mapping.shape[0]
     if not logits.is_cuda:
-        slots = idx_mapping.repeat_interleave(rows_per_entry)
-        return add_target_noise_naive(logits, offsets, slots, positions, temperature, seeds, use_fp64)
+        if _is_greedy(idx_mapping, temperature):
+            return logits.float()
+        if triton.knobs.runtime.interpret:
+            slots = idx_mapping.repeat_interleave(rows_per_entry)
+            return add_target_noise_naive(logits, offsets, slots, positions, temperature, seeds, use_fp64)
     out = torch.empty_like(logits, dtype=torch.float32)
     _add_target_noise_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK))](
         logits,
@@ -107,6 +112,11 @@ def add_target_noise(
         BLOCK=BLOCK,
     )
     return out
+
+
+def _is_greedy(idx_mapping: torch.Tensor, temperature: torch.Tensor) -> bool:
+    """Whether no row of a batch gets any noise, on a CPU; padding may be taken for a row that does."""
+    return not np.count_nonzero(temperature.numpy()[idx_mapping.numpy()])
 
 
 @triton.jit
@@ -252,9 +262,9 @@ def add_target_noise_naive(
     seeds: torch.Tensor,
     use_fp64: bool = False,
 ) -> torch.Tensor:
-    """:func:`add_target_noise` in plain PyTorch: the kernel's twin, and what runs without a GPU.
+    """:func:`add_target_noise` in plain PyTorch: the kernel's twin, and what runs where kernels are interpreted.
 
-    Interpreted, a kernel over the whole vocabulary of every node is what a round would spend its time on.
+    There a kernel over the whole vocabulary of every node is what a round would spend its time on.
 
     Args:
         slots: int [rows]; negative entries are padding. The others are :func:`add_target_noise`'s.

@@ -349,6 +349,9 @@ class DynamicTree:
         self.limits = torch.full((max_num_reqs,), depth, dtype=torch.int32, device=device)
         self.caps = torch.full((max_num_reqs,), num_nodes, dtype=torch.int32, device=device)
         self._num_reqs, self._levels = 0, 0
+        # Worked out once: Triton's function for it takes as long as an operation on a small tensor.
+        self._block_c = [triton.next_power_of_2(top_k), triton.next_power_of_2(top_k * top_k)]
+        self._block_k, self._block_w = self._block_c[0], triton.next_power_of_2(self.mask_words)
 
     def start(self, log_probs: torch.Tensor, tokens: torch.Tensor) -> Beam:
         """Take the root's children: level 1, and all of them the first beam.
@@ -430,9 +433,9 @@ class DynamicTree:
             self.first_row,
             IS_FIRST=level == 1,
             TOP_K=self.top_k,
-            BLOCK_C=triton.next_power_of_2(num_beams * self.top_k),
-            BLOCK_K=triton.next_power_of_2(self.top_k),
-            BLOCK_W=triton.next_power_of_2(self.mask_words),
+            BLOCK_C=self._block_c[level > 1],
+            BLOCK_K=self._block_k,
+            BLOCK_W=self._block_w,
         )
         self._levels = level
         return self._beam(level)

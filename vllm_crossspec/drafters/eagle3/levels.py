@@ -1,5 +1,7 @@
 """Inputs of a level of EAGLE-3's tree: what each beam node brings to the drafter's next forward."""
 
+import functools
+
 import torch
 import triton
 import triton.language as tl
@@ -37,6 +39,13 @@ def _prepare_level_kernel(
             tl.store(positions_ptr + request * ROWS + TOP_K, tl.minimum(position + 1, last_position))
 
 
+@functools.cache
+def _blocks_of(width: int) -> tuple[int, int]:
+    """Size and number of the blocks of a state; kept, for Triton's functions for it take longer than they seem to."""
+    block = min(1024, triton.next_power_of_2(width))
+    return block, triton.cdiv(width, block)
+
+
 def prepare_level(
     *,
     parent_states: torch.Tensor,
@@ -62,8 +71,8 @@ def prepare_level(
             gets the position after theirs, and its state stays (ConFu).
     """
     (num_reqs, top_k), width = beam_parents.shape, states.shape[1]
-    block = min(1024, triton.next_power_of_2(width))
-    _prepare_level_kernel[(num_reqs * top_k, triton.cdiv(width, block))](
+    block, num_blocks = _blocks_of(width)
+    _prepare_level_kernel[(num_reqs * top_k, num_blocks)](
         parent_states,
         parent_states.stride(0),
         beam_parents,

@@ -1,4 +1,4 @@
-"""Tree attention on a CPU, in plain PyTorch: the development lane's backend for the target and the drafters.
+"""Tree attention on a CPU, PyTorch's products: the development lane's backend for the target and the drafters.
 
 The KV cache has FlashAttention's logical layout [blocks, Hkv, block_size, K|V], not that of vLLM's CPU kernel, whose
 keys are ordered for the instruction set; so the compaction of the accepted path is the GPU's. Legend as in ``base``.
@@ -30,6 +30,14 @@ from vllm_crossspec.engine.attention.base import (
     soft_prompts_of,
     tail_of_step,
     unsupported_feature,
+)
+from vllm_crossspec.engine.attention.copies import (
+    append_level,
+    append_level_naive,
+    copy_tail,
+    hide,
+    write_cache,
+    write_cache_naive,
 )
 from vllm_crossspec.engine.attention.scratch import write_level, write_level_naive
 from vllm_crossspec.verify.naive import unpack_bits
@@ -107,6 +115,22 @@ class _Part(NamedTuple):
 
 
 @dataclass
+class _Prefixes:
+    """What the levels of a drafter's trees read in one layer.
+
+    Attributes:
+        requests: of the batch.
+        dense: float32 [R, Hkv, longest + rows of the scratch, 2 * Dh] keys and values of each request's tokens, and
+            behind them the rows of its tree so far.
+        num_rows: how many those are.
+    """
+
+    requests: list[_Request]
+    dense: torch.Tensor
+    num_rows: int = 0
+
+
+@dataclass
 class _Reused:
     """What does not change between the target's layers of a step, or the levels of a drafter's trees.
 
@@ -114,12 +138,11 @@ class _Reused:
 
     Attributes:
         parts: of the target's layers, by the number of their soft prompts.
-        prefixes: of each drafter's layer, by the layer's implementation: requests with their keys and values, float32
-            [Hkv, length + rows of the scratch, 2 * Dh], whose end is each level's own.
+        prefixes: of each drafter's layer, by the layer's implementation.
     """
 
     parts: dict[int, list[_Part]] = field(default_factory=dict)
-    prefixes: dict[int, list[tuple[_Request, torch.Tensor]]] = field(default_factory=dict)
+    prefixes: dict[int, _Prefixes] = field(default_factory=dict)
 
 
 @dataclass
@@ -229,15 +252,8 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             kv_cache: [blocks, Hkv, block_size, 2 * Dh].
             slot_mapping: int64 [T], -1 for padding.
         """
-        num_rows = slot_mapping.shape[0]
-        key, value, real = key[:num_rows], value[:num_rows], slot_mapping >= 0
-        if not bool(real.all()):
-            if not bool(real.any()):
-                return
-            slot_mapping, key, value = slot_mapping[real], key[real], value[real]
-        content = torch.cat([key, value], dim=-1).to(kv_cache.dtype)
-        block_size = kv_cache.shape[2]
-        kv_cache.transpose(1, 2)[slot_mapping // block_size, slot_mapping % block_size] = content
+        write = write_cache_naive if triton.knobs.runtime.interpret else write_cache
+        write(key, value, kv_cache, slot_mapping)
 
     def forward(
         self,
@@ -281,7 +297,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         if num_soft not in reused:
             reused[num_soft] = self._parts(attn_metadata, tail, num_soft)
         for part in reused[num_soft]:
-            keys, values = self._gather(kv_cache, part.request, part.num_keys).split(self.head_size, dim=-1)
+            keys, values = self._halves(self._gather(kv_cache, part.request, part.num_keys))
             if part.sees_prompts:
                 assert soft is not None
                 keys, values = (torch.cat([x, p.float()], dim=1) for x, p in zip((keys, values), soft, strict=True))
@@ -311,36 +327,48 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         tail = metadata.draft_tail
         assert tail is not None
         num_rows = tail.num_reqs * tail.queries_per_req
-        write = write_level_naive if triton.knobs.runtime.interpret else write_level
-        write(
-            key=key[:num_rows],
-            value=value[:num_rows],
-            scratch=tail.scratch,
-            length=tail.length,
-            queries_per_req=tail.queries_per_req,
-            has_shared=tail.has_shared,
-        )
+        key, value = key[:num_rows], value[:num_rows]
         if self.two_passes:
+            write = write_level_naive if triton.knobs.runtime.interpret else write_level
+            write(
+                key=key,
+                value=value,
+                scratch=tail.scratch,
+                length=tail.length,
+                queries_per_req=tail.queries_per_req,
+                has_shared=tail.has_shared,
+            )
             lse = torch.empty(self.num_heads, num_rows)
             for request in _requests(metadata)[: tail.num_reqs]:
-                keys, values = self._gather(kv_cache, request, request.length).split(self.head_size, dim=-1)
+                keys, values = self._halves(self._gather(kv_cache, request, request.length))
                 part = lse[:, request.rows]
                 output[request.rows] = attend(query[request.rows], keys, values, None, self.scale, part)
             merge_draft_tail(query, output, lse, metadata, tail, self.scale)
             return
-        prefixes = metadata.reused.prefixes
-        if id(self) not in prefixes:
-            room = tail.scratch.shape[1]
-            requests = _requests(metadata)[: tail.num_reqs]
-            prefixes[id(self)] = [(r, self._gather(kv_cache, r, r.length, room)) for r in requests]
-        length = int(tail.length)
-        hidden = _hide(unpack_bits(tail.row_mask[:num_rows])[:, :length])
-        for (request, dense), rows in zip(prefixes[id(self)], tail.scratch[:, :length], strict=False):
-            end = request.length + length
-            dense[:, request.length : end].unflatten(-1, (2, -1)).copy_(rows.permute(2, 0, 1, 3))
-            keys, values = dense[:, :end].split(self.head_size, dim=-1)
+        prefixes = metadata.reused.prefixes.get(id(self))
+        if prefixes is None:
+            prefixes = metadata.reused.prefixes[id(self)] = self._prefixes(kv_cache, metadata, tail)
+        dense, length = prefixes.dense, int(tail.length)
+        above = length - tail.queries_per_req + tail.has_shared
+        if prefixes.num_rows != above:
+            copy_tail(tail.scratch, above, dense, [request.length for request in prefixes.requests])
+        append = append_level_naive if triton.knobs.runtime.interpret else append_level
+        hidden = append(key, value, tail, length, dense, metadata.seq_lens)
+        prefixes.num_rows = length
+        for request, content in zip(prefixes.requests, dense, strict=True):
             mine = request.rows
+            keys, values = self._halves(content[:, : request.length + length])
             output[mine] = attend(query[mine], keys, values, hidden[mine], self.scale)
+
+    def _prefixes(self, kv_cache: torch.Tensor, metadata: TreeCpuMetadata, tail: DraftTail) -> _Prefixes:
+        """Of a batch whose trees have no rows yet."""
+        requests = _requests(metadata)[: tail.num_reqs]
+        _, num_heads, _, width = kv_cache.shape
+        longest = max(request.length for request in requests)
+        dense = torch.empty(len(requests), num_heads, longest + tail.scratch.shape[1], width)
+        for request, content in zip(requests, dense, strict=True):
+            _gather_into(content, kv_cache, request, request.length)
+        return _Prefixes(requests, dense)
 
     def _attend_in_two_passes(
         self,
@@ -356,20 +384,24 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         for index, request in enumerate(_requests(metadata)):
             split = index < tail.num_reqs
             length = int(tail.prefix_len[index]) if split else request.length
-            keys, values = self._gather(kv_cache, request, length).split(self.head_size, dim=-1)
+            keys, values = self._halves(self._gather(kv_cache, request, length))
             hidden = None if split else self._hidden(request)
             part = lse[:, request.rows]
             output[request.rows] = attend(query[request.rows], keys, values, hidden, self.scale, part)
         merge_target_tail(query, output, lse, kv_cache, metadata, tail, tail.num_reqs, self.scale, soft)
 
-    def _gather(self, kv_cache: torch.Tensor, request: _Request, length: int, room: int = 0) -> torch.Tensor:
-        """Keys and values, float32 [Hkv, length + room, 2 * Dh], of a request's first tokens; the room is unfilled."""
+    def _gather(self, kv_cache: torch.Tensor, request: _Request, length: int) -> torch.Tensor:
+        """Keys and values, float32 [Hkv, length, 2 * Dh], of a request's first tokens; maybe a view of the cache."""
         _, num_heads, block_size, width = kv_cache.shape
-        dense = torch.empty(num_heads, length + room, width)
-        for start, block in zip(range(0, length, block_size), request.blocks, strict=False):
-            stop = min(start + block_size, length)
-            dense[:, start:stop] = kv_cache[block, :, : stop - start]
+        if 0 < length <= block_size:
+            return kv_cache[request.blocks[0], :, :length].float()
+        dense = torch.empty(num_heads, length, width)
+        _gather_into(dense, kv_cache, request, length)
         return dense
+
+    def _halves(self, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [Hkv, n, Dh] of both beside each other, as views."""
+        return dense[..., : self.head_size], dense[..., self.head_size :]
 
     def _hidden(self, request: _Request) -> torch.Tensor | None:
         """What a request's rows do not see without any tree, as in :class:`_Part`.
@@ -385,7 +417,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         visible = distance >= 0 if request.causal else torch.ones_like(distance, dtype=torch.bool)
         if window is not None:
             visible &= distance.abs() < window
-        return _hide(visible)
+        return hide(visible)
 
 
 def _requests(metadata: TreeCpuMetadata) -> list[_Request]:
@@ -420,13 +452,16 @@ def _tree_parts(request: _Request, prefix_len: int, row_mask: torch.Tensor, num_
         if sees_prompts:
             visible = torch.cat([visible, prompts[rows, :num_soft]], dim=1)
         mine = slice(request.rows.start + rows.start, request.rows.start + rows.stop)
-        parts.append(_Part(mine, request, prefix_len + num_keys, _hide(visible), sees_prompts))
+        parts.append(_Part(mine, request, prefix_len + num_keys, hide(visible), sees_prompts))
     return parts
 
 
-def _hide(visible: torch.Tensor) -> torch.Tensor:
-    """What is added to logits, float32, of bools: 0 where a key is seen and -inf where it is not."""
-    return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
+def _gather_into(dense: torch.Tensor, kv_cache: torch.Tensor, request: _Request, length: int) -> None:
+    """Copy keys and values of a request's first tokens to the front of ``dense`` [Hkv, at least length, 2 * Dh]."""
+    block_size = kv_cache.shape[2]
+    for start, block in zip(range(0, length, block_size), request.blocks, strict=False):
+        stop = min(start + block_size, length)
+        dense[:, start:stop] = kv_cache[block, :, : stop - start]
 
 
 def attend(
@@ -451,7 +486,9 @@ def attend(
         The output [rows, Hq, Dh] in float32, zeros where there is no key.
     """
     (num_rows, num_heads, head_size), (num_kv_heads, num_keys, _) = query.shape, keys.shape
-    grouped = (query.float() * scale).transpose(0, 1).reshape(num_kv_heads, -1, head_size)
+    # One pass over the query, into the order that the products want.
+    grouped = torch.mul(query.float().transpose(0, 1), scale, out=torch.empty(num_heads, num_rows, head_size))
+    grouped = grouped.view(num_kv_heads, -1, head_size)
     logits = torch.bmm(grouped, keys.transpose(1, 2))
     if hidden is not None:
         logits.view(num_heads, num_rows, num_keys)[..., num_keys - hidden.shape[1] :] += hidden

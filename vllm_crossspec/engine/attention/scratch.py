@@ -96,7 +96,7 @@ def write_level_naive(
     queries_per_req: int,
     has_shared: bool = False,
 ) -> None:
-    """:func:`write_level` in plain PyTorch: the truth for its test, and what the CPU backend runs."""
+    """:func:`write_level` in plain PyTorch: its truth, and what a CPU runs where kernels are interpreted."""
     rows = int(length) - queries_per_req + torch.arange(queries_per_req)
     if has_shared:
         rows = torch.cat([rows[1:], rows.new_zeros(1)])

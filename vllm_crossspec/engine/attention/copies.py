@@ -1,0 +1,236 @@
+"""What the CPU's attention copies: keys and values into the paged cache, and a level of a draft tree behind its prefix.
+
+Copies and conversions only, each in one launch, for around attention this small a dozen operations of PyTorch cost more
+than its products do. Legend as in ``base``.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vllm_crossspec.engine.attention.base import DraftTail
+from vllm_crossspec.engine.attention.scratch import write_level_naive
+from vllm_crossspec.verify.naive import unpack_bits
+
+
+@triton.jit(do_not_specialize=["num_heads", "block_size", "head_size"])
+def _write_cache_kernel(
+    key_ptr,  # [T, Hkv, Dh]
+    key_row_stride,
+    key_head_stride,
+    value_ptr,  # [T, Hkv, Dh]
+    value_row_stride,
+    value_head_stride,
+    cache_ptr,  # [blocks, Hkv, block_size, 2 * Dh]
+    block_stride,
+    head_stride,
+    token_stride,
+    slots_ptr,  # int64 [T]
+    num_heads,
+    block_size,
+    head_size,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + row)
+    if slot >= 0:
+        target = cache_ptr + (slot // block_size) * block_stride + (slot % block_size) * token_stride
+        for head in range(num_heads):
+            for start in range(0, head_size, BLOCK):  # a part of the head, so that nothing is masked
+                column = start + tl.arange(0, BLOCK)
+                place = target + head * head_stride + column
+                key = tl.load(key_ptr + row * key_row_stride + head * key_head_stride + column)
+                tl.store(place, key.to(cache_ptr.dtype.element_ty))
+                value = tl.load(value_ptr + row * value_row_stride + head * value_head_stride + column)
+                tl.store(place + head_size, value.to(cache_ptr.dtype.element_ty))
+
+
+def _part_of(head_size: int) -> int:
+    """The largest power of two that divides it."""
+    return head_size & -head_size
+
+
+def write_cache(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """Write keys and values of the rows whose slot is not padding; one launch.
+
+    Args:
+        key: [at least T, Hkv, Dh]; the last dimension contiguous.
+        value: of the same shape.
+        cache: [blocks, Hkv, block_size, 2 * Dh], written; the last dimension contiguous.
+        slots: int64 [T], -1 for padding.
+    """
+    num_heads, head_size = key.shape[1:]
+    assert key.stride(2) == value.stride(2) == cache.stride(3) == slots.stride(0) == 1
+    _write_cache_kernel[(slots.shape[0],)](
+        key,
+        key.stride(0),
+        key.stride(1),
+        value,
+        value.stride(0),
+        value.stride(1),
+        cache,
+        *cache.stride()[:3],
+        slots,
+        num_heads,
+        cache.shape[2],
+        head_size,
+        BLOCK=_part_of(head_size),
+    )
+
+
+def write_cache_naive(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+    """:func:`write_cache` in plain PyTorch: the truth for its test, and what runs where kernels are interpreted."""
+    num_rows = slots.shape[0]
+    key, value, real = key[:num_rows], value[:num_rows], slots >= 0
+    if not bool(real.all()):
+        if not bool(real.any()):
+            return
+        slots, key, value = slots[real], key[real], value[real]
+    content = torch.cat([key, value], dim=-1).to(cache.dtype)
+    block_size = cache.shape[2]
+    cache.transpose(1, 2)[slots // block_size, slots % block_size] = content
+
+
+@triton.jit(do_not_specialize=["num_heads", "capacity", "length", "num_words", "queries_per_req", "head_size"])
+def _append_level_kernel(
+    key_ptr,  # [R * queries_per_req, Hkv, Dh]
+    key_row_stride,
+    key_head_stride,
+    value_ptr,  # [R * queries_per_req, Hkv, Dh]
+    value_row_stride,
+    value_head_stride,
+    scratch_ptr,  # [R, capacity, 2, Hkv, Dh]
+    scratch_request_stride,
+    dense_ptr,  # float32 [R, Hkv, tokens, 2 * Dh]
+    dense_request_stride,
+    dense_head_stride,
+    prefix_lens_ptr,  # int32 [R]
+    masks_ptr,  # int32 [R * queries_per_req, W]
+    hidden_ptr,  # float32 [R * queries_per_req, length]
+    num_heads,
+    capacity,
+    length,
+    num_words,
+    queries_per_req,
+    head_size,
+    HAS_SHARED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    query = tl.program_id(0).to(tl.int64)
+    request = query // queries_per_req
+    place = query % queries_per_req
+    row = length - queries_per_req + place
+    if HAS_SHARED:
+        row = tl.where(place == queries_per_req - 1, 0, row + 1)
+    if (row >= 0) & (row < capacity):
+        width = num_heads * head_size
+        token = tl.load(prefix_lens_ptr + request) + row
+        for head in range(num_heads):
+            kept = scratch_ptr + request * scratch_request_stride + row * 2 * width + head * head_size
+            read = dense_ptr + request * dense_request_stride + head * dense_head_stride + token * 2 * head_size
+            for start in range(0, head_size, BLOCK):  # a part of the head, so that nothing is masked
+                column = start + tl.arange(0, BLOCK)
+                key = tl.load(key_ptr + query * key_row_stride + head * key_head_stride + column)
+                key = key.to(scratch_ptr.dtype.element_ty)
+                tl.store(kept + column, key)
+                tl.store(read + column, key.to(tl.float32))
+                value = tl.load(value_ptr + query * value_row_stride + head * value_head_stride + column)
+                value = value.to(scratch_ptr.dtype.element_ty)
+                tl.store(kept + width + column, value)
+                tl.store(read + head_size + column, value.to(tl.float32))
+    bit = tl.arange(0, 32)
+    for start in range(0, length, 32):
+        word = tl.load(masks_ptr + query * num_words + start // 32)
+        hidden = tl.where(((word >> bit) & 1) != 0, 0.0, float("-inf"))
+        tl.store(hidden_ptr + query * length + start + bit, hidden, mask=start + bit < length)
+
+
+def append_level(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tail: DraftTail,
+    length: int,
+    dense: torch.Tensor,
+    prefix_lens: torch.Tensor,
+) -> torch.Tensor:
+    """Write a level's keys and values into its layer's scratch and behind each request's prefix; one launch.
+
+    Args:
+        key: [R * queries_per_req, Hkv, Dh]; the last dimension contiguous.
+        value: of the same shape.
+        tail: of the level; its scratch, contiguous but for requests left out, is written as ``scratch.write_level``
+            does.
+        length: the tail's, on the host; ``tail.length`` is not read.
+        dense: float32 [R, Hkv, tokens, 2 * Dh], contiguous: row r of a request's scratch is token ``prefix_lens + r``.
+            Only the rows that are written to the scratch are written here.
+        prefix_lens: int32 [at least R].
+
+    Returns:
+        float32 [R * queries_per_req, length], 0 where a row sees a row of the tail and -inf where it does not.
+    """
+    num_queries, num_heads, head_size = key.shape
+    scratch, masks = tail.scratch, tail.row_mask
+    assert key.stride(2) == value.stride(2) == prefix_lens.stride(0) == 1
+    assert scratch[0].is_contiguous() and masks.is_contiguous() and dense.is_contiguous()
+    assert length <= min(scratch.shape[1], 32 * masks.shape[1])
+    hidden = torch.empty(num_queries, length)
+    _append_level_kernel[(num_queries,)](
+        key,
+        key.stride(0),
+        key.stride(1),
+        value,
+        value.stride(0),
+        value.stride(1),
+        scratch,
+        scratch.stride(0),
+        dense,
+        dense.stride(0),
+        dense.stride(1),
+        prefix_lens,
+        masks,
+        hidden,
+        num_heads,
+        scratch.shape[1],
+        length,
+        masks.shape[1],
+        tail.queries_per_req,
+        head_size,
+        HAS_SHARED=tail.has_shared,
+        BLOCK=_part_of(head_size),
+    )
+    return hidden
+
+
+def append_level_naive(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tail: DraftTail,
+    length: int,
+    dense: torch.Tensor,
+    prefix_lens: torch.Tensor,
+) -> torch.Tensor:
+    """:func:`append_level` in plain PyTorch: the truth for its test, and what runs where kernels are interpreted.
+
+    It copies all rows of the tail, of which those above the level are there already.
+    """
+    write_level_naive(
+        key=key,
+        value=value,
+        scratch=tail.scratch,
+        length=tail.length,
+        queries_per_req=tail.queries_per_req,
+        has_shared=tail.has_shared,
+    )
+    copy_tail(tail.scratch, length, dense, prefix_lens.tolist())
+    return hide(unpack_bits(tail.row_mask[: key.shape[0]])[:, :length])
+
+
+def copy_tail(scratch: torch.Tensor, length: int, dense: torch.Tensor, prefix_lens: list[int]) -> None:
+    """Copy the first rows of each request's scratch behind its prefix; shapes as in :func:`append_level`."""
+    for into, rows, start in zip(dense, scratch[:, :length], prefix_lens, strict=False):
+        into[:, start : start + length].unflatten(-1, (2, -1)).copy_(rows.permute(2, 0, 1, 3))
+
+
+def hide(visible: torch.Tensor) -> torch.Tensor:
+    """What is added to logits, float32, of bools: 0 where a key is seen and -inf where it is not."""
+    return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))
