@@ -145,9 +145,11 @@ def run_child(options: argparse.Namespace) -> None:
     from vllm import LLM
     from vllm.platforms import current_platform
 
+    from vllm_crossspec.engine.offline import keep_to_one_process
+
     settings = engine_settings(job["method"], job["models"], options)
     if current_platform.is_cpu():  # compiling for the CPU says nothing about a GPU, nor does a worker's own process
-        settings |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
+        keep_to_one_process(settings)
     started = time.perf_counter()
     llm = LLM(**settings)
     seconds = time.perf_counter() - started

@@ -144,9 +144,11 @@ def main(argv: list[str] | None = None) -> int:
     from vllm import LLM
     from vllm.platforms import current_platform
 
+    from vllm_crossspec.engine.offline import keep_to_one_process
+
     settings = round_time.engine_settings(METHOD, model_folders(options, folder), options)
     if current_platform.is_cpu():
-        settings |= {"enforce_eager": True, "distributed_executor_backend": "uni"}
+        keep_to_one_process(settings)
     # No prompt is computed: the dummy rounds' rows are all that must fit.
     settings["max_num_batched_tokens"] = max(8192, max(options.batch_sizes) * (options.nodes + 1))
     llm = LLM(**settings)

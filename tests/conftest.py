@@ -10,11 +10,12 @@ import pytest
 WORKERS = 2
 """Processes that `make test` runs tests in: an engine or server each, of up to 3 GiB."""
 LONGEST = (
-    "test_trees", "test_lossless", "test_confu_engine", "test_whiflash", "test_flashhead_engine", "test_draft_model",
-    "test_heterospec_engine", "test_dart", "test_heterospec_calibration", "test_sampling", "test_soak", "test_formats",
-    "test_reference", "test_confu_futures", "test_bfloat16", "test_server", "test_negative_controls", "test_benchmarks",
+    "test_server", "test_benchmarks", "test_flashhead_engine", "test_records", "test_draft_model", "test_soak",
+    "test_confu_engine", "test_trees", "test_whiflash", "test_heterospec_calibration", "test_flashhead",
+    "test_lossless", "test_dart", "test_cpu_lane", "test_continuity", "test_compiled_kernels", "test_tail_attention",
+    "test_confu_futures", "test_cli", "test_random_kernels", "test_cpu_compiler_tensors", "test_sampling",
 )  # fmt: skip
-"""Files that take minutes, the longest first: none of them may be what a worker begins last."""
+"""Files that take more than twenty seconds, the longest first: none of them may be what a worker begins last."""
 
 _RECORDER = pytest.StashKey[Any]()
 

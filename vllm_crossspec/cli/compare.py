@@ -126,7 +126,7 @@ def _run_all(jobs: Sequence[Job], board: "_Board", side_by_side: int) -> None:
 
 
 def cores_of(side_by_side: int) -> list[list[int]]:
-    """Which cores each of the engines that run at a time keeps to: none where it is one, or where the user chose them."""
+    """Which cores each of the engines that run at a time keeps to: none for a single one, or where the user chose."""
     if side_by_side <= 1 or not is_cpu_lane() or not hasattr(os, "sched_getaffinity") or BOUND_CORES in os.environ:
         return [[]]
     cores = sorted(os.sched_getaffinity(0))
