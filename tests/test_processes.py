@@ -46,7 +46,9 @@ def forked(monkeypatch, tmp_path):
         return processes.engine_process(job_file, log_file, "played_fork", cores)
 
     monkeypatch.setattr(processes, "_server_environment", [])
+    forkserver._forkserver._stop()
     yield fork
+    forkserver._forkserver._stop()
     assert "into the log" in log_file.read_text()
 
 

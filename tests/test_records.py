@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import crossspec
 from safetensors import safe_open
 from safetensors.torch import save
 from steps import DEVICE, random_parents
@@ -275,21 +276,10 @@ COLLECT = (
 )
 
 
-def collect(folder: Path, *options: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "vllm_crossspec.cli.app", "collect", "--out", str(folder), *COLLECT, *options]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
 def descendants(pid: int) -> list[int]:
     """Processes that this one has started, and those that they have: the server of forks, and its forks."""
     found = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True).stdout.split()
     return [each for child in map(int, found) for each in (child, *descendants(child))]
-
-
-def finished(process: subprocess.Popen) -> str:
-    output, _ = process.communicate(timeout=900)
-    assert process.returncode == 0, output
-    return output
 
 
 @pytest.fixture(scope="module")
@@ -318,7 +308,7 @@ def spec_file(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def collected(tmp_path_factory, prompt_file, spec_file) -> Path:
     folder = tmp_path_factory.mktemp("records")
-    finished(collect(folder, "--prompts", str(prompt_file), "--spec", str(spec_file)))
+    crossspec("collect", "--out", folder, *COLLECT, "--prompts", prompt_file, "--spec", spec_file)
     return folder
 
 
@@ -352,8 +342,8 @@ def test_lengths_are_what_a_speculating_engine_accepts(collected, prompt_file):
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_a_killed_collection_goes_on_to_the_same_records(collected, tmp_path, prompt_file, spec_file):
-    options = ("--prompts", str(prompt_file), "--spec", str(spec_file))
-    process = collect(tmp_path, *options)
+    command = ["collect", "--out", str(tmp_path), *COLLECT, "--prompts", str(prompt_file), "--spec", str(spec_file)]
+    process = subprocess.Popen([sys.executable, "-m", "vllm_crossspec.cli.app", *command])
     deadline = time.monotonic() + 600
     while not records.shard_path(tmp_path, 0).is_file():
         assert process.poll() is None and time.monotonic() < deadline
@@ -366,7 +356,7 @@ def test_a_killed_collection_goes_on_to_the_same_records(collected, tmp_path, pr
     assert not records.shard_path(tmp_path, 1).is_file()
     first = records.shard_path(tmp_path, 0)
     stamp = first.stat().st_mtime_ns
-    finished(collect(tmp_path, *options))
+    crossspec(*command)
     assert first.stat().st_mtime_ns == stamp, "a finished shard was made again"
     for number in range(2):
         whole, resumed = (content_of(records.shard_path(folder, number)) for folder in (collected, tmp_path))
