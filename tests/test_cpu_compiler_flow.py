@@ -46,6 +46,37 @@ def test_control_flow():
 
 
 @triton.jit
+def while_kernel(a, numbers, out, floats, N: tl.constexpr):
+    c = 0
+    while c < 5:
+        c += 2
+    tl.store(out, c)
+    x = tl.load(a + tl.arange(0, N))
+    while tl.sum(x) < 100:
+        x = x * 2
+    tl.store(floats + tl.arange(0, N), x)
+    p = numbers
+    while tl.load(p) != 0:
+        p += 1
+    tl.store(out + 1, tl.load(p + 1))
+    while tl.load(numbers) > 1:
+        tl.store(numbers, tl.load(numbers) - 1)
+    n, y = 0, 1.5
+    while n < 3:
+        n, y = n + 1, y * y
+    tl.store(floats + N, y)
+
+
+def test_a_while_carries_a_number_a_tensor_a_pointer_nothing_and_several():
+    a, floats = torch.tensor([1.0, 2, 3, 4]), torch.zeros(5)
+    numbers, out = torch.tensor([9, 4, 0, 7], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    while_kernel[(1,)](a, numbers, out, floats, N=4)
+    assert out.tolist() == [6, 7]
+    assert floats.tolist() == [16, 32, 48, 64, 1.5**8]
+    assert numbers.tolist() == [1, 4, 0, 7]
+
+
+@triton.jit
 def carried_kernel(a, out, n, N: tl.constexpr):
     i = tl.arange(0, N)
     x, y = tl.load(a + i), tl.load(a + N + i)

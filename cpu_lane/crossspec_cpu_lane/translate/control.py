@@ -35,7 +35,9 @@ def hand_over(
 def result_types(op: Op) -> list[Type]:
     if "->" not in op.words:
         return []
-    return split_types(re.match(r"\((.*?)\)\s*(?::|\{|$)", op.words.rpartition("-> ")[2].strip())[1])
+    text = op.words.rpartition("-> ")[2].strip()
+    several = re.match(r"\((.*?)\)\s*(?::|\{|$)", text)  # one alone stands without brackets after a while
+    return split_types(several[1] if several else text.removesuffix("{"))
 
 
 def carried(w: Writer, pairs: list[tuple[str, str]]) -> list[Value]:
