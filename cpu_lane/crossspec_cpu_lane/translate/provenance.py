@@ -11,7 +11,7 @@ from crossspec_cpu_lane.ttir import NAME, Block, Function, Op
 
 UNKNOWN = 1 << 63
 """Read from memory or made of an integer: it may point anywhere."""
-MAKERS = ("tt.load", "tt.int_to_ptr", "tt.atomic_rmw", "tt.atomic_cas", "tt.bitcast", "tt.reduce", "tt.scan")
+MAKERS = ("tt.load", "tt.atomic_load", "tt.int_to_ptr", "tt.atomic_rmw", "tt.atomic_cas", "tt.reduce", "tt.scan")
 CARRIED = rf"({NAME}) = ({NAME})"
 
 
@@ -53,7 +53,11 @@ class Provenance:
                 self.operation(op, {b.label: [n for n, _ in b.args] for b in blocks})
 
     def operation(self, op: Op, labels: dict[str, list[str]]) -> None:
-        if op.name in MAKERS:
+        if op.name == "tt.addptr":  # an offset that was read from memory says nothing of where the pointer points
+            self.add(op.results[0], self.here.get(op.operands[0], 0))
+        elif op.name == "arith.select":
+            self.link(op.results * 2, op.operands[1:])
+        elif op.name in MAKERS:
             for name in op.results:
                 self.add(name, UNKNOWN)
         elif op.name in ("cf.br", "cf.cond_br"):
