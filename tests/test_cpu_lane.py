@@ -314,6 +314,27 @@ def test_hooks_are_called(kernel):
     assert seen[-1] == "before" and y.tolist() == (x * 7).tolist()
 
 
+def test_parameters_may_have_any_name(kernel):
+    import lane_kernels
+    import torch
+
+    out = torch.zeros(1, dtype=torch.int64)
+    for last in (10, 20, 10):
+        lane_kernels.named_kernel[(1,)](out, 2, 3, 4, 5, 6, 7, 8, 9, last, hooks=11)
+        assert out.item() == 44 + last + 11
+
+
+def test_any_number_of_arguments(kernel):
+    import lane_kernels
+    import torch
+
+    out = torch.zeros(1, dtype=torch.int64)
+    numbers = [torch.tensor([n]) for n in (1, 2, 3)]
+    for given, expected in ((numbers, 123), (numbers[:2], 12), (numbers[::-1], 321)):
+        lane_kernels.varying_kernel[(1,)](out, *given)
+        assert out.item() == expected
+
+
 def test_a_constant_that_changed_is_refused():
     import lane_kernels
     import triton
