@@ -74,7 +74,7 @@ class Op:
     def int_attr(self, name: str) -> int:
         found = re.search(rf"\b{name} = (-?\d+)", self.words)
         if not found:
-            raise UnsupportedError(f"{self.name} without the attribute {name}")
+            raise UnsupportedError(f"{self.name} has no attribute {name}")
         return int(found[1])
 
     def types_of_region(self) -> list[Type]:
@@ -104,7 +104,7 @@ def parse_type(text: str) -> Type:
     if text.startswith("!tt.ptr<"):
         return Type(f"ptr<{parse_type(split_list(text[len('!tt.ptr<') : -1])[0]).elem}>", shape)
     if not SCALARS.fullmatch(text):
-        raise UnsupportedError(f"the type {text}")
+        raise UnsupportedError(f"it has no translation of the type {text}")
     return Type(text, shape)
 
 
@@ -137,10 +137,15 @@ def parse_module(text: str) -> tuple[list[Function], "Locations"]:
             lines.append(_separate(line))
     reader = _Reader(lines)
     functions = []
-    while reader.at < len(lines):
-        line, strings, _ = reader.next()
-        if line.startswith("tt.func"):
-            functions.append(reader.function(line, strings))
+    try:
+        while reader.at < len(lines):
+            line, strings, _ = reader.next()
+            if line.startswith("tt.func"):
+                functions.append(reader.function(line, strings))
+    except UnsupportedError as e:
+        where = locations.source(lines[reader.at - 1][2])
+        kernel = (re.search(r"tt\.func public @\"?([\w$.\-]+)", text) or ["", "a module"])[1]
+        raise UnsupportedError(f"the CPU lane cannot compile {kernel} ({where}): {e}", where) from None
     return functions, locations
 
 
@@ -224,7 +229,7 @@ class _Reader:
         results = re.match(r"\s*->\s*(\(.*?\)|[^({ ]+)", line[end + 1 :])
         types = split_types(results[1]) if results else []
         if not line.endswith("{"):
-            raise UnsupportedError(f"the function {name} without a body")
+            raise UnsupportedError(f"the function {name} has no body")
         blocks = self.region()[0]
         return Function(name, [(n, parse_type(t)) for n, t in args], types, blocks, " public " in line)
 
