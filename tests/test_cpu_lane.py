@@ -232,10 +232,41 @@ def test_a_cache_that_fills_up_leaves_nothing_half_written(tmp_path, monkeypatch
         cache.LaneCacheManager("entry").put(b"code", "other.so")
 
 
-def test_a_damaged_entry_names_the_folder_to_delete(launch, tmp_path):
+def test_the_private_folder_goes_with_a_forked_process_too(tmp_path):
+    code = """
+import multiprocessing, os
+import triton
+from crossspec_cpu_lane import cache
+
+def engine(pipe):
+    cache.LaneCacheManager("entry").put(b"code", "kernel.so")
+    pipe.send((cache._private.path, os.path.isdir(cache._private.path)))
+
+receive, send = multiprocessing.Pipe()
+child = multiprocessing.get_context("fork").Process(target=engine, args=(send,))
+child.start()
+path, was_there = receive.recv()
+child.join()
+print(was_there, os.path.exists(path), child.exitcode)
+"""
+    (tmp_path / "file").write_text("in the way")
+    assert python(code, TRITON_CACHE_DIR=tmp_path / "file").stdout.split() == ["True", "False", "0"]
+
+
+def test_an_entry_that_is_cut_off_is_compiled_anew(launch, tmp_path):
+    assert launch()[0] == "True\n"
+    for name, part in (("*.so", 0.3), ("*.so", 0.6), ("_add_kernel.json", 0.5)):
+        (file,) = (tmp_path / "cache").rglob(name)
+        whole = file.read_bytes()
+        file.write_bytes(whole[: int(part * len(whole))])
+        assert launch() == ("True\n", ""), (name, part)
+        assert len(file.read_bytes()) == len(whole)
+
+
+def test_a_library_that_is_none_names_the_folder_to_delete(launch, tmp_path):
     assert launch()[0] == "True\n"
     (entry,) = (tmp_path / "cache").rglob("*.so")
-    entry.write_bytes(entry.read_bytes()[:100])
+    entry.write_bytes(b"0" * entry.stat().st_size)
     (sentence,) = launch()[0].splitlines()
     assert f"delete {entry.parent}" in sentence and "_add_kernel cannot be loaded" in sentence
 
