@@ -71,6 +71,27 @@ def branch_kernel(x, at, out, N: tl.constexpr):
     tl.store(p, 1)
 
 
+@triton.jit
+def chase_kernel(x, at, out, N: tl.constexpr):
+    p = x
+    while tl.load(p) > 0:
+        p += tl.load(at)
+    tl.store(out, tl.load(p))
+
+
+@triton.jit
+def siblings_kernel(x, at, out, N: tl.constexpr):
+    """Both branches number their values alike: what is loaded in one is a pointer in the other."""
+    if tl.load(at) > 0:
+        tl.store(out, tl.load(x + tl.load(at)))
+    else:
+        tl.store(out, tl.load(at + 1))
+    if tl.load(at) > 1:
+        tl.store(x, tl.load(at + 1))
+    else:
+        tl.store(out + tl.load(at), 1)
+
+
 INTS = [3, 2, 1, 0]
 PLANTED = [
     # kernel, x, at, line of the access, what is said
@@ -81,6 +102,9 @@ PLANTED = [
     (bool_store_kernel, INTS, None, 3, "the store is out of bounds, at element 4 of out, which has 4"),
     (cast_kernel, INTS, None, 4, "the load is out of bounds, at element 8 of x, which has 8"),
     (select_kernel, INTS[:2], [0, 0, 1, 0], 4, "the store is out of bounds, at element 2 of x, which has 2"),
+    (chase_kernel, INTS, [-1], 3, "the load is out of bounds, at element -1 of x, which has 4"),
+    (siblings_kernel, INTS, [-1, 4], 10, "the store is out of bounds, at element -1 of out, which has 4"),
+    (siblings_kernel, INTS, [4, 4], 4, "the load is out of bounds, at element 4 of x, which has 4"),
     (branch_kernel, INTS, [1, 6], 7, "the store is out of bounds, at element 6 of out, which has 4"),
 ]
 

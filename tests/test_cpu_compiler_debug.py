@@ -52,6 +52,12 @@ def test_constant_tensors(tmp_path, elem, text, dtype, values):
     assert np.array_equal(out.double().numpy(), np.array(values, dtype=np.float64), equal_nan=True)
 
 
+def test_a_constant_that_is_too_short():
+    text = DENSE.format(elem="i1", text='"0x01"').replace("4x", "64x").replace("end = 4", "end = 64")
+    with pytest.raises(UnsupportedError, match="cannot compile dense .*: a constant of 64 bits is written in 1 bytes"):
+        translate(text)
+
+
 @triton.jit
 def assembly_kernel(out):
     tl.store(out, tl.inline_asm_elementwise("mov $0, $1;", "=r,r", [tl.program_id(0)], tl.int32, True, 1))
@@ -159,6 +165,18 @@ def test_device_print(capfd):
             f"pid ({p}, 0, 0) program: 0x0000000{p}",
         )
     ]
+
+
+@triton.jit
+def foreign_kernel(a):
+    tl.device_print('100 % of "it" \\ ?3', tl.load(a))
+    tl.device_assert(tl.load(a) < 5, "zu groß: ≥ 5 \\o/")
+
+
+def test_text_is_as_it_was_written(capfd):
+    with pytest.raises(AssertionError, match=r"zu groß: ≥ 5 \\o/ \(program"):
+        foreign_kernel[(1,)](torch.tensor([7]), debug=True)
+    assert capfd.readouterr().out == 'pid (0, 0, 0) 100 % of "it" \\ ?3: 7\n'
 
 
 @triton.jit

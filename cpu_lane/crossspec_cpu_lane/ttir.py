@@ -10,9 +10,16 @@ from dataclasses import dataclass, field
 NAME = r"%[\w$.\-]+(?:#\d+)?"
 FLOAT8 = ("f8E4M3FN", "f8E5M2", "f8E4M3FNUZ", "f8E5M2FNUZ")
 SCALARS = re.compile(r"i(?:1|8|16|32|64)|f16|bf16|f32|f64|index|" + "|".join(FLOAT8))
-STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+CARRIED = re.compile(rf"({NAME}) = ({NAME})")
+"""What a loop carries: its own name, and the first value's."""
 TYPED_BY_TAIL = ("tt.reduce", "tt.scan", "tt.map_elementwise")
 """Operations with regions whose types follow the last region."""
+
+
+def unescaped(text: str) -> str:
+    """A string as it was before MLIR printed it: bytes in hexadecimal, of which some make one character."""
+    raw = re.sub(rb"\\(\\|[0-9A-Fa-f]{2})", lambda f: b"\\" if f[1] == b"\\" else bytes([int(f[1], 16)]), text.encode())
+    return raw.decode(errors="replace")
 
 
 class UnsupportedError(Exception):
@@ -81,6 +88,11 @@ class Op:
         """What a combiner yields: the types of the first half of its arguments."""
         args = self.regions[0][0].args
         return [t for _, t in args[: len(args) // 2]]
+
+    def callee(self) -> str:
+        """Of a call: the function's name."""
+        name = re.match(r'@(?:"(\d+)"|([\w$.\-]+))', self.words)
+        return self.strings[int(name[1])] if name[1] else name[2]
 
     def string_attr(self, name: str) -> str:
         return self.strings[int(re.search(rf'\b{name} = "(\d+)"', self.words)[1])]
@@ -186,7 +198,7 @@ class Locations:
         """Files and lines, the innermost call first."""
         text = self.named.get(text, text)
         if found := re.match(r'"((?:[^"\\]|\\.)*)":(\d+):\d+', text):
-            return [(found[1], int(found[2]))]
+            return [(unescaped(found[1]), int(found[2]))]
         if text.startswith("callsite("):
             callee, _, caller = _split_callsite(text[len("callsite(") : -1])
             return self.frames(callee) + self.frames(caller)

@@ -15,7 +15,7 @@ ATOMIC |= {"umax": "({u}){o} > ({u}){v} ? {o} : {v}", "umin": "({u}){o} < ({u}){
 
 def check(w: Writer, op: Op, kind: str, size: int) -> Callable[[str], str] | None:
     """The C condition under which an access may be made; None where there is nothing to check it against."""
-    arguments = w.module.origins.get(w.function.name, {}).get(op.operands[0], 0)
+    arguments = w.module.origins.get(id(op), 0)
     if not w.module.checked or arguments <= 0:
         return None
     site = w.module.site(op, kind, size=size)
