@@ -178,6 +178,36 @@ def test_transcendental_functions(dtype):
 
 
 @triton.jit
+def turns_kernel(a, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(a + i)
+    tl.store(out + i, libdevice.sinpi(x))
+    tl.store(out + N + i, libdevice.cospi(x))
+    tl.store(out + 2 * N + i, libdevice.erfcx(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_half_turns_and_scaled_error_functions(dtype):
+    """Turns far from 0 are as exact as near it, and `erfcx` neither overflows nor vanishes."""
+    far = 2.0**21 if dtype == torch.float32 else 2.0**50
+    turns = [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, -0.25, -0.5, -1, far + 0.25, far + 1.5, -far - 1]
+    others = [-30, -5, 4, 9.5, 11.9, 12.1, 26, 60, 1e4, 1e18]
+    a = torch.tensor([*turns, *others, NAN, INF, *[0] * 6], dtype=dtype)
+    out = torch.zeros(3, 32, dtype=dtype)
+    turns_kernel[(1,)](a, out, N=32)
+    half = 0.5**0.5
+    sines = [0, half, 1, half, 0, -half, -1, -half, -half, -1, 0, half, -1, 0]
+    cosines = [1, half, 0, -half, -1, -half, 0, half, half, 0, -1, half, 0, -1]
+    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 0.0}
+    for found, expected in zip(out.double(), (sines, cosines), strict=False):
+        assert torch.allclose(found[:14], torch.tensor(expected, dtype=torch.float64), **tolerance)
+        assert found[24:26].isnan().all()
+    expected = torch.special.erfcx(a.double())
+    within = a < far
+    assert torch.allclose(out[2].double()[within], expected.to(dtype).double()[within], **tolerance)
+
+
+@triton.jit
 def exact_kernel(a, out, ints, N: tl.constexpr):
     i = tl.arange(0, N)
     x = tl.load(a + i)

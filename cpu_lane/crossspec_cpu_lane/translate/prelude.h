@@ -233,6 +233,13 @@ INLINE f32 f64_to_f32_rtz(f64 x) {
 FLOATS(f32)
 FLOATS(f64)
 
+/* exp(x^2) erfc(x) of a large x: terms of its series down to 1e-16. */
+INLINE f64 erfcx_tail(f64 x) {
+  f64 t = 0.5 / x / x, s = 1;
+  for (int k = 19; k > 0; k -= 2) s = 1 - k * t * s;
+  return s / (x * 1.7724538509055160273);
+}
+
 /* The order in which numpy adds the numbers of a row, so that sums equal the interpreter's. */
 #define SUM(T, F, NAME, GET)                                                                     \
   static __attribute__((unused)) F NAME(const T *a, i64 n) {                                     \
