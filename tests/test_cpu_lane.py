@@ -156,6 +156,14 @@ def test_without_a_compiler_kernels_are_interpreted_and_one_line_says_what_to_in
     assert out == "True\n"
     (line,) = [line for line in err.splitlines() if "crossspec-cpu-lane:" in line]
     assert "no C compiler: Triton kernels are interpreted" in line and "apt-get install gcc" in line
+    assert len(err.splitlines()) == 1  # the line of source that warns is nobody's business
+
+
+@pytest.mark.parametrize(("named", "why"), [("gcc 'x", "No closing quotation"), ("no-such-cc -O1", "is not found")])
+def test_a_compiler_that_cannot_be_read_is_one_line(named, why):
+    done = python("import triton; print(triton.knobs.runtime.interpret)", CC=named)
+    (line,) = done.stderr.splitlines()
+    assert done.stdout == "True\n" and f"CC is {named}" in line and why in line and "apt-get install gcc" in line
 
 
 def test_a_compiler_that_fails_is_one_sentence(launch, tmp_path):
@@ -185,6 +193,30 @@ except RuntimeError as problem:
 """
     (sentence,) = python(code).stdout.splitlines()
     assert sentence.startswith("kernel _k cannot be compiled in ") and "No space left on device" in sentence
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo 'as: /tmp/x.s: No space left on device' >&2; exit 1", "make room there, or set TMPDIR"),
+        ("sleep 60", "has not ended on kernel _k in 1 s"),
+    ],
+)
+def test_a_compiler_that_finds_no_room_or_does_not_end(tmp_path, script, said):
+    cc = tmp_path / "cc"
+    cc.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo cc 1 && exit\n{script.replace("sleep", "exec sleep")}\n')
+    cc.chmod(0o755)
+    code = """
+from crossspec_cpu_lane import toolchain
+toolchain.PATIENCE = 1
+try:
+    toolchain.compile_c("", "_k")
+except RuntimeError as problem:
+    print(problem)
+"""
+    (sentence,) = python(code, CC=cc, TMPDIR=tmp_path).stdout.splitlines()
+    assert said in sentence and "kernel _k" in sentence
+    assert str(cc if "sleep" in script else tmp_path) in sentence
 
 
 def test_checks_of_what_is_interpreted_are_refused_in_one_line():

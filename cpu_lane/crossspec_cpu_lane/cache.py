@@ -11,13 +11,14 @@ import json
 import os
 import shutil
 import tempfile
-import warnings
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
+
+from crossspec_cpu_lane.notice import warn
 
 
 class LaneCacheManager(FileCacheManager):
@@ -87,11 +88,9 @@ class _PrivateFolder:
 
     def make(self, usual: str, reason: str) -> str:
         if not self.path:
-            warnings.warn(
+            warn(
                 f"{usual} cannot keep compiled kernels ({reason}), so this process compiles its own: "
-                "set TRITON_CACHE_DIR to a folder that can be written",
-                RuntimeWarning,
-                stacklevel=2,
+                "set TRITON_CACHE_DIR to a folder that can be written"
             )
             self.path = tempfile.mkdtemp(prefix="cpu-lane-cache-")
             # Not `atexit`, which a process that was forked by `multiprocessing` does not run. Others' forks let it be.
