@@ -4,7 +4,7 @@
     python benchmarks/random_kernels.py --programs 50 --seed 7000     # others
 
 Each program runs in a process of its own, so that one that crashes or never ends is a result like any other. The
-compiled kernels go to a folder that is removed at the end. Programs and what they leave out: tests/random_kernels.py.
+compiled kernels go to a folder that is removed at the end. Programs and what they leave out: tests/random_programs.py.
 Prints the programs that fail, and one JSON document as its last line. Exits with 1 where a program failed. Needs no
 GPU.
 """
@@ -32,7 +32,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 import numpy as np
 import torch
 import triton
-from random_kernels import Program, generate, run, shrink
+from random_kernels import run, shrink
+from random_programs import Program, generate
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 

@@ -1,6 +1,7 @@
 """What the tests of the CPU lane's compiler share: each of their kernels is compiled by every C compiler there is."""
 
 import os
+import shlex
 import shutil
 
 import pytest
@@ -16,7 +17,7 @@ from crossspec_cpu_lane import compiler, toolchain
 N = 64
 INF, NAN = float("inf"), float("nan")
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz]
-COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)]
+COMPILERS = [name for name in ("gcc", "clang") if shutil.which(name)] or [shlex.join(toolchain.find())]
 
 
 def forget_compiled_kernels(module):

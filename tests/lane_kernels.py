@@ -26,3 +26,16 @@ def offset_kernel(
 ):
     i = tl.arange(0, BLOCK)
     tl.store(y_ptr + i, tl.load(x_ptr + i) + OFFSET)
+
+
+@triton.jit
+def named_kernel(key, grid, name, compiled, kernel, launch, len, type, int, warmup, *, hooks):
+    tl.store(key, grid + name + compiled + kernel + launch + len + type + int + warmup + hooks)
+
+
+@triton.jit
+def varying_kernel(out, *numbers):
+    total = 0
+    for k in tl.static_range(len(numbers)):
+        total = total * 10 + tl.load(numbers[k])
+    tl.store(out, total)

@@ -234,6 +234,14 @@ def test_floats_that_no_integer_holds():
     assert long.tolist() == [low, low, low, 3 * 10**9, -3 * 10**9, low, low, low]
 
 
+def test_floats_that_no_unsigned_integer_holds():
+    """As x86-64 converts one number; numpy's answer depends on which of its loops runs."""
+    a = torch.tensor([NAN, INF, -INF, 2.0**64, 1e30, 2.0**63, -1.0, 3e9])
+    out = torch.zeros(8, dtype=torch.uint64)
+    convert_kernel[(1,)](a, out, N=8)
+    assert out.tolist() == [2**63, 0, 2**63, 0, 0, 2**63, 2**64 - 1, 3 * 10**9]
+
+
 @triton.jit
 def e4b15_kernel(a, out, N: tl.constexpr):
     i = tl.arange(0, N)
@@ -326,6 +334,23 @@ def test_atomics(dtype):
     assert counts.tolist() == [1 + sum(range(1, 17, 4)), 1, 1 + sum(range(3, 17, 4)), 1, 7, 7]
     assert out[:8].tolist() == [1, 0, 1, 0, 2, 0, 4, 0]
     assert out[16] == 9
+
+
+@triton.jit
+def swap_kernel(values, expected, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(expected + i, tl.atomic_cas(values + i, tl.load(expected + i), i.to(values.dtype.element_ty)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_compare_and_swap_compares_bits(dtype):
+    """A NaN is itself, and the zeros are two."""
+    values = torch.tensor([NAN, 0.0, -0.0, -0.0], dtype=dtype)
+    expected = torch.tensor([NAN, -0.0, 0.0, -0.0], dtype=dtype)
+    before = values.clone()
+    swap_kernel[(1,)](values, expected, N=4)
+    assert same(values, torch.tensor([0.0, 0.0, -0.0, 3.0], dtype=dtype))
+    assert same(expected, before)
 
 
 @triton.jit

@@ -8,10 +8,11 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from compiled import INF, NAN, bounds_check, c_compiler, line_of  # noqa: F401
+from compiled import INF, NAN, bounds_check, c_compiler, line_of, same  # noqa: F401
 from crossspec_cpu_lane import compiler, toolchain
 from crossspec_cpu_lane.translate import translate
 from crossspec_cpu_lane.ttir import UnsupportedError
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # ---- text of Triton's IR ----
 
@@ -28,6 +29,8 @@ module {{
   }}
 }}
 """
+WIDE = """%wide = arith.extsi %i : tensor<4xi32> to tensor<4xi128> loc("/kernels/wide.py":7:3)
+    tt.return"""
 HALVES = struct.pack("<4e", 1.0, -2.0, 0.5, INF).hex().upper()
 DENSES = [
     ("i32", "[1, -2, 3, 4]", torch.int32, [1, -2, 3, 4]),
@@ -49,6 +52,12 @@ def test_constant_tensors(tmp_path, elem, text, dtype, values):
     assert np.array_equal(out.double().numpy(), np.array(values, dtype=np.float64), equal_nan=True)
 
 
+def test_a_constant_that_is_too_short():
+    text = DENSE.format(elem="i1", text='"0x01"').replace("4x", "64x").replace("end = 4", "end = 64")
+    with pytest.raises(UnsupportedError, match="cannot compile dense .*: a constant of 64 bits is written in 1 bytes"):
+        translate(text)
+
+
 @triton.jit
 def assembly_kernel(out):
     tl.store(out, tl.inline_asm_elementwise("mov $0, $1;", "=r,r", [tl.program_id(0)], tl.int32, True, 1))
@@ -65,9 +74,53 @@ def test_what_is_not_covered_is_one_sentence(monkeypatch):
 
 
 def test_a_type_that_is_not_covered():
-    text = DENSE.format(elem="i128", text="1")
-    with pytest.raises(UnsupportedError, match="i128"):
+    text = DENSE.format(elem="i32", text="1").replace("tt.return", WIDE)
+    with pytest.raises(UnsupportedError) as e:
         translate(text)
+    said = "the CPU lane cannot compile dense (/kernels/wide.py:7): it has no translation of the type i128"
+    assert e.value.args[0] == said
+
+
+@triton.jit
+def described_kernel(source, out):
+    tl.store(out, tl.sum(source.load([0, 0])))
+
+
+@triton.jit
+def eighth_kernel(x: tl.float8e5, out):
+    tl.store(out, x.to(tl.float32))
+
+
+def test_arguments_that_cannot_be_passed_are_refused_before_the_c_compiler(monkeypatch):
+    monkeypatch.setattr(toolchain, "compile_c", lambda code, name: pytest.fail("the C compiler was called"))
+    descriptor = TensorDescriptor.from_tensor(torch.ones(16, 16), [8, 16])
+    for kernel, given, kind, name in (
+        (described_kernel, descriptor, "!tt.tensordesc<8x16xf32>", "source"),
+        (eighth_kernel, 1.5, "f8E5M2", "x"),
+    ):
+        with pytest.raises(UnsupportedError) as e:
+            kernel[(1,)](given, torch.zeros(1))
+        assert str(e.value) == f"the CPU lane passes no argument of type {kind}: {name} of {kernel.__name__}"
+
+
+@triton.jit
+def narrow_kernel(small: tl.int8, half: tl.float16, brain: tl.bfloat16, out):
+    tl.store(out, small.to(tl.float32))
+    tl.store(out + 1, half.to(tl.float32))
+    tl.store(out + 2, brain.to(tl.float32))
+
+
+def test_narrow_numbers_as_arguments():
+    out = torch.zeros(3)
+    for brain in (1.2345, 1 + 2**-8, 1 + 3 * 2**-8, -3e38, 1e39, INF, NAN):
+        narrow_kernel[(1,)](-7, 0.1, brain, out)
+        expected = [-7.0, torch.tensor(0.1).half().item(), torch.tensor(brain).bfloat16().item()]
+        assert same(out, torch.tensor(expected))
+    for given, name, value in (((300, 0.1), "small", "300"), ((3, 1e6), "half", "1000000.0")):
+        with pytest.raises(ValueError) as e:
+            narrow_kernel[(1,)](*given, 1.0, out)
+        said = f"the argument {name} of narrow_kernel cannot be passed as {value}: "
+        assert str(e.value).startswith(said) and "\n" not in str(e.value)
 
 
 # ---- debugging ----
@@ -112,6 +165,18 @@ def test_device_print(capfd):
             f"pid ({p}, 0, 0) program: 0x0000000{p}",
         )
     ]
+
+
+@triton.jit
+def foreign_kernel(a):
+    tl.device_print('100 % of "it" \\ ?3', tl.load(a))
+    tl.device_assert(tl.load(a) < 5, "zu groß: ≥ 5 \\o/")
+
+
+def test_text_is_as_it_was_written(capfd):
+    with pytest.raises(AssertionError, match=r"zu groß: ≥ 5 \\o/ \(program"):
+        foreign_kernel[(1,)](torch.tensor([7]), debug=True)
+    assert capfd.readouterr().out == 'pid (0, 0, 0) 100 % of "it" \\ ?3: 7\n'
 
 
 @triton.jit

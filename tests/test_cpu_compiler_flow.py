@@ -46,6 +46,37 @@ def test_control_flow():
 
 
 @triton.jit
+def while_kernel(a, numbers, out, floats, N: tl.constexpr):
+    c = 0
+    while c < 5:
+        c += 2
+    tl.store(out, c)
+    x = tl.load(a + tl.arange(0, N))
+    while tl.sum(x) < 100:
+        x = x * 2
+    tl.store(floats + tl.arange(0, N), x)
+    p = numbers
+    while tl.load(p) != 0:
+        p += 1
+    tl.store(out + 1, tl.load(p + 1))
+    while tl.load(numbers) > 1:
+        tl.store(numbers, tl.load(numbers) - 1)
+    n, y = 0, 1.5
+    while n < 3:
+        n, y = n + 1, y * y
+    tl.store(floats + N, y)
+
+
+def test_a_while_carries_a_number_a_tensor_a_pointer_nothing_and_several():
+    a, floats = torch.tensor([1.0, 2, 3, 4]), torch.zeros(5)
+    numbers, out = torch.tensor([9, 4, 0, 7], dtype=torch.int32), torch.zeros(2, dtype=torch.int32)
+    while_kernel[(1,)](a, numbers, out, floats, N=4)
+    assert out.tolist() == [6, 7]
+    assert floats.tolist() == [16, 32, 48, 64, 1.5**8]
+    assert numbers.tolist() == [1, 4, 0, 7]
+
+
+@triton.jit
 def carried_kernel(a, out, n, N: tl.constexpr):
     i = tl.arange(0, N)
     x, y = tl.load(a + i), tl.load(a + N + i)
@@ -144,6 +175,36 @@ def test_transcendental_functions(dtype):
     expected = torch.stack([*expected, x.tanh(), x.abs() ** x, x.sigmoid()])
     # A few units in the last place: C's functions, and the sums of two of them.
     assert torch.allclose(out.double(), expected, rtol=16 * torch.finfo(dtype).eps, atol=4 * torch.finfo(dtype).eps)
+
+
+@triton.jit
+def turns_kernel(a, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    x = tl.load(a + i)
+    tl.store(out + i, libdevice.sinpi(x))
+    tl.store(out + N + i, libdevice.cospi(x))
+    tl.store(out + 2 * N + i, libdevice.erfcx(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_half_turns_and_scaled_error_functions(dtype):
+    """Turns far from 0 are as exact as near it, and `erfcx` neither overflows nor vanishes."""
+    far = 2.0**21 if dtype == torch.float32 else 2.0**50
+    turns = [0, 0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, -0.25, -0.5, -1, far + 0.25, far + 1.5, -far - 1]
+    others = [-30, -5, 4, 9.5, 11.9, 12.1, 26, 60, 1e4, 1e18]
+    a = torch.tensor([*turns, *others, NAN, INF, *[0] * 6], dtype=dtype)
+    out = torch.zeros(3, 32, dtype=dtype)
+    turns_kernel[(1,)](a, out, N=32)
+    half = 0.5**0.5
+    sines = [0, half, 1, half, 0, -half, -1, -half, -half, -1, 0, half, -1, 0]
+    cosines = [1, half, 0, -half, -1, -half, 0, half, half, 0, -1, half, 0, -1]
+    tolerance = {"rtol": 4 * torch.finfo(dtype).eps, "atol": 0.0}
+    for found, expected in zip(out.double(), (sines, cosines), strict=False):
+        assert torch.allclose(found[:14], torch.tensor(expected, dtype=torch.float64), **tolerance)
+        assert found[24:26].isnan().all()
+    expected = torch.special.erfcx(a.double())
+    within = a < far
+    assert torch.allclose(out[2].double()[within], expected.to(dtype).double()[within], **tolerance)
 
 
 @triton.jit

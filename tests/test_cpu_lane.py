@@ -156,6 +156,14 @@ def test_without_a_compiler_kernels_are_interpreted_and_one_line_says_what_to_in
     assert out == "True\n"
     (line,) = [line for line in err.splitlines() if "crossspec-cpu-lane:" in line]
     assert "no C compiler: Triton kernels are interpreted" in line and "apt-get install gcc" in line
+    assert len(err.splitlines()) == 1  # the line of source that warns is nobody's business
+
+
+@pytest.mark.parametrize(("named", "why"), [("gcc 'x", "No closing quotation"), ("no-such-cc -O1", "is not found")])
+def test_a_compiler_that_cannot_be_read_is_one_line(named, why):
+    done = python("import triton; print(triton.knobs.runtime.interpret)", CC=named)
+    (line,) = done.stderr.splitlines()
+    assert done.stdout == "True\n" and f"CC is {named}" in line and why in line and "apt-get install gcc" in line
 
 
 def test_a_compiler_that_fails_is_one_sentence(launch, tmp_path):
@@ -185,6 +193,30 @@ except RuntimeError as problem:
 """
     (sentence,) = python(code).stdout.splitlines()
     assert sentence.startswith("kernel _k cannot be compiled in ") and "No space left on device" in sentence
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo 'as: /tmp/x.s: No space left on device' >&2; exit 1", "make room there, or set TMPDIR"),
+        ("sleep 60", "has not ended on kernel _k in 1 s"),
+    ],
+)
+def test_a_compiler_that_finds_no_room_or_does_not_end(tmp_path, script, said):
+    cc = tmp_path / "cc"
+    cc.write_text(f'#!/bin/sh\n[ "$1" = --version ] && echo cc 1 && exit\n{script.replace("sleep", "exec sleep")}\n')
+    cc.chmod(0o755)
+    code = """
+from crossspec_cpu_lane import toolchain
+toolchain.PATIENCE = 1
+try:
+    toolchain.compile_c("", "_k")
+except RuntimeError as problem:
+    print(problem)
+"""
+    (sentence,) = python(code, CC=cc, TMPDIR=tmp_path).stdout.splitlines()
+    assert said in sentence and "kernel _k" in sentence
+    assert str(cc if "sleep" in script else tmp_path) in sentence
 
 
 def test_checks_of_what_is_interpreted_are_refused_in_one_line():
@@ -232,10 +264,41 @@ def test_a_cache_that_fills_up_leaves_nothing_half_written(tmp_path, monkeypatch
         cache.LaneCacheManager("entry").put(b"code", "other.so")
 
 
-def test_a_damaged_entry_names_the_folder_to_delete(launch, tmp_path):
+def test_the_private_folder_goes_with_a_forked_process_too(tmp_path):
+    code = """
+import multiprocessing, os
+import triton
+from crossspec_cpu_lane import cache
+
+def engine(pipe):
+    cache.LaneCacheManager("entry").put(b"code", "kernel.so")
+    pipe.send((cache._private.path, os.path.isdir(cache._private.path)))
+
+receive, send = multiprocessing.Pipe()
+child = multiprocessing.get_context("fork").Process(target=engine, args=(send,))
+child.start()
+path, was_there = receive.recv()
+child.join()
+print(was_there, os.path.exists(path), child.exitcode)
+"""
+    (tmp_path / "file").write_text("in the way")
+    assert python(code, TRITON_CACHE_DIR=tmp_path / "file").stdout.split() == ["True", "False", "0"]
+
+
+def test_an_entry_that_is_cut_off_is_compiled_anew(launch, tmp_path):
+    assert launch()[0] == "True\n"
+    for name, part in (("*.so", 0.3), ("*.so", 0.6), ("_add_kernel.json", 0.5)):
+        (file,) = (tmp_path / "cache").rglob(name)
+        whole = file.read_bytes()
+        file.write_bytes(whole[: int(part * len(whole))])
+        assert launch() == ("True\n", ""), (name, part)
+        assert len(file.read_bytes()) == len(whole)
+
+
+def test_a_library_that_is_none_names_the_folder_to_delete(launch, tmp_path):
     assert launch()[0] == "True\n"
     (entry,) = (tmp_path / "cache").rglob("*.so")
-    entry.write_bytes(entry.read_bytes()[:100])
+    entry.write_bytes(b"0" * entry.stat().st_size)
     (sentence,) = launch()[0].splitlines()
     assert f"delete {entry.parent}" in sentence and "_add_kernel cannot be loaded" in sentence
 
@@ -312,6 +375,27 @@ def test_hooks_are_called(kernel):
     finally:
         kernel.pre_run_hooks.clear()
     assert seen[-1] == "before" and y.tolist() == (x * 7).tolist()
+
+
+def test_parameters_may_have_any_name(kernel):
+    import lane_kernels
+    import torch
+
+    out = torch.zeros(1, dtype=torch.int64)
+    for last in (10, 20, 10):
+        lane_kernels.named_kernel[(1,)](out, 2, 3, 4, 5, 6, 7, 8, 9, last, hooks=11)
+        assert out.item() == 44 + last + 11
+
+
+def test_any_number_of_arguments(kernel):
+    import lane_kernels
+    import torch
+
+    out = torch.zeros(1, dtype=torch.int64)
+    numbers = [torch.tensor([n]) for n in (1, 2, 3)]
+    for given, expected in ((numbers, 123), (numbers[:2], 12), (numbers[::-1], 321)):
+        lane_kernels.varying_kernel[(1,)](out, *given)
+        assert out.item() == expected
 
 
 def test_a_constant_that_changed_is_refused():

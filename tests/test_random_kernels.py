@@ -7,7 +7,8 @@ import pytest
 import torch
 import triton
 from interpreted import Journal, interpret
-from random_kernels import TYPES, Line, Var, arguments, generate, load_kernel, run, shrink
+from random_kernels import arguments, load_kernel, run, shrink
+from random_programs import TYPES, Line, Var, generate
 
 pytestmark = [
     pytest.mark.interpreted,
@@ -39,6 +40,9 @@ def test_programs_use_all_types_and_kinds():
     kinds += ["argmax", "tl.where", "clamp", "static_range", "//", "%", "<<", ">>", "_first", "_compose", "_twice"]
     assert [k for k in kinds if k not in text] == []
     assert [t for t in TYPES if f"{t}_in +" not in text] == []
+    loops = [line for seed in range(300) for line in generate(seed).lines if line.text.startswith("while")]
+    carried = [sum(not inner.defines for inner in line.body) for line in loops]
+    assert {1, 2, 3} <= set(carried)  # the counter alone, and one and two more
 
 
 def test_the_journal_takes_back_all_that_is_written(tmp_path):

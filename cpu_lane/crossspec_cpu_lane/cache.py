@@ -1,21 +1,24 @@
-"""Triton's cache of compiled kernels, where its folder may be read-only or full.
+"""Triton's cache of compiled kernels, where its folder may be read-only or full, and its files may be damaged.
 
 Triton writes every file of an entry beside its place and renames it, the list of the entry's files last: two processes
 that compile one kernel at once leave one whole entry, and one that is killed leaves none. What it does not do is go on
 where nothing can be written. Here a process that cannot write keeps its kernels in a folder of its own, which goes when
-it ends, and says so in one line.
+it ends, and says so in one line. An entry is kept with the sizes of its files: one of which a part is missing (a disk
+that was full, a copy that was cut off) is compiled anew, for a library that is cut off ends the process that loads it.
 """
 
-import atexit
+import json
 import os
 import shutil
 import tempfile
-import warnings
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
 
 from triton import knobs
 from triton.runtime.cache import FileCacheManager
+
+from crossspec_cpu_lane.notice import warn
 
 
 class LaneCacheManager(FileCacheManager):
@@ -41,6 +44,23 @@ class LaneCacheManager(FileCacheManager):
                 f"compiled kernels can be kept nowhere, not even in {self.cache_dir} ({problem.strerror}): "
                 "make room, or set TRITON_CACHE_DIR to a folder with room"
             ) from problem
+
+    def put_group(self, filename: str, group: dict[str, str]) -> str:
+        """Close an entry: the paths of its files, and their sizes."""
+        sizes = {name: os.path.getsize(path) for name, path in group.items()}
+        return self.put(json.dumps({"child_paths": group, "sizes": sizes}), f"__grp__{filename}", binary=False)
+
+    def get_group(self, filename: str) -> dict[str, str] | None:
+        """The paths of an entry's files; None where it is not there, or not whole."""
+        try:
+            group = json.loads(Path(self._make_path(f"__grp__{filename}")).read_text())
+            paths: dict[str, str] = group["child_paths"]
+            if any(os.path.getsize(paths[name]) != size for name, size in group["sizes"].items()):
+                return None
+            json.loads(Path(paths[filename]).read_text())["hash"]
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # what reading of anything may raise
+            return None
+        return paths
 
     def _make_path(self, filename: str) -> str:
         """Where the file is: in the usual folder, or in the private one if it could be written there only."""
@@ -68,19 +88,14 @@ class _PrivateFolder:
 
     def make(self, usual: str, reason: str) -> str:
         if not self.path:
-            warnings.warn(
+            warn(
                 f"{usual} cannot keep compiled kernels ({reason}), so this process compiles its own: "
-                "set TRITON_CACHE_DIR to a folder that can be written",
-                RuntimeWarning,
-                stacklevel=2,
+                "set TRITON_CACHE_DIR to a folder that can be written"
             )
             self.path = tempfile.mkdtemp(prefix="cpu-lane-cache-")
-            atexit.register(self._remove, os.getpid())
+            # Not `atexit`, which a process that was forked by `multiprocessing` does not run. Others' forks let it be.
+            Finalize(None, shutil.rmtree, (self.path,), {"ignore_errors": True}, exitpriority=0)
         return self.path
-
-    def _remove(self, owner: int) -> None:
-        if os.getpid() == owner:  # not a fork of it
-            shutil.rmtree(self.path, ignore_errors=True)
 
 
 _private = _PrivateFolder()

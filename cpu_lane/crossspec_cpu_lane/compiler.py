@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import pathlib
+import re
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -13,6 +14,7 @@ from triton.backends.compiler import BaseBackend, GPUTarget
 from crossspec_cpu_lane import CHECK, is_asked, toolchain
 from crossspec_cpu_lane.translate import translate
 from crossspec_cpu_lane.translate.functions import E4B15_DECODE, E4B15_ENCODE
+from crossspec_cpu_lane.ttir import UnsupportedError
 
 FLOAT8 = ("fp8e4nv", "fp8e5", "fp8e4b8", "fp8e5b16", "fp8e4b15")
 
@@ -35,6 +37,14 @@ def _identity() -> str:
         if path.suffix in (".py", ".h"):
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def refuse_arguments(text: str) -> None:
+    """Arguments that the launcher cannot pass, before anything is compiled; descriptors are pointers afterwards."""
+    head = re.search(r"tt\.func public @.*", text)[0]  # type: ignore[index]
+    if found := re.search(r"%([\w.$-]+): (!tt\.tensordesc<[^>]*>|f8\w+)", head):
+        kernel = re.search(r"@([\w.$-]+)", head)[1]  # type: ignore[index]
+        raise UnsupportedError(f"the CPU lane passes no argument of type {found[2]}: {found[1]} of {kernel}")
 
 
 @dataclass(frozen=True)
@@ -93,6 +103,7 @@ class CBackend(BaseBackend):
 
     @staticmethod
     def make_ttir(module: Any, metadata: dict[str, Any]) -> Any:
+        refuse_arguments(str(module))
         manager = ir.pass_manager(module.context)
         passes.common.add_inliner(manager)
         passes.ttir.add_rewrite_tensor_descriptor_to_pointer(manager)

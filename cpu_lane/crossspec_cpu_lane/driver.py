@@ -5,7 +5,7 @@ import functools
 import os
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from triton.backends.compiler import GPUTarget
@@ -14,36 +14,57 @@ from triton.runtime.cache import get_cache_manager
 
 from crossspec_cpu_lane import is_usable
 from crossspec_cpu_lane.faults import Report, explain, extents_of
+from crossspec_cpu_lane.ttir import UnsupportedError
 
 # `struct` lays native types out as C does.
 PACKED = {"i1": "?", "i8": "b", "i16": "h", "i32": "i", "i64": "q", "u1": "?", "u8": "B", "u16": "H", "u32": "I"}
-PACKED |= {"u64": "Q", "fp16": "e", "fp32": "f", "fp64": "d"}
+PACKED |= {"u64": "Q", "fp16": "e", "bf16": "H", "fp32": "f", "fp64": "d"}
 
 
 class Arguments:
     """How a kernel's arguments are packed, found by following its signature."""
 
-    def __init__(self, kernel: str, signature: Mapping[Any, Any]) -> None:
+    def __init__(self, kernel: str, signature: Mapping[Any, Any], names: Sequence[str]) -> None:
         self.kernel = kernel
-        self.names = [f"a{i}" for i in range(len(signature))]
+        self.parameters = [f"a{i}" for i in range(len(signature))]
+        self.labels: list[str] = []
+        """What the user calls each argument: as the kernel's source does, or as its IR where that is all there is."""
         self.values: list[str] = []
+        """The expression of each argument."""
         self.pointers: list[str | None] = []
         """The expression of each argument that is a pointer."""
         self.packed = ""
-        for name, kind in zip(self.names, signature.values(), strict=True):
-            self._visit(kind, name)
+        for (key, kind), parameter in zip(signature.items(), self.parameters, strict=True):
+            self._visit(kind, parameter, key if isinstance(key, str) else None, names)
 
-    def _visit(self, kind: Any, expr: str) -> None:
+    def _visit(self, kind: Any, expr: str, label: str | None, names: Sequence[str]) -> None:
         if isinstance(kind, tuple):  # a tuple's members are arguments of their own
             for i, member in enumerate(kind):
-                self._visit(member, f"{expr}[{i}]")
+                self._visit(member, f"{expr}[{i}]", label and f"{label}[{i}]", names)
         elif kind != "constexpr":
+            label = label or names[len(self.values)]
             pointer = kind.startswith("*")
             if not pointer and kind not in PACKED:
-                raise NotImplementedError(f"the CPU lane passes no argument of type {kind} to {self.kernel}")
-            self.values.append(expr + ".data_ptr()" * pointer)
+                raise UnsupportedError(f"the CPU lane passes no argument of type {kind}: {label} of {self.kernel}")
+            self.labels.append(label)
+            self.values.append(f"{expr}.data_ptr()" if pointer else f"bits({expr})" if kind == "bf16" else expr)
             self.pointers.append(expr if pointer else None)
             self.packed += "P" if pointer else PACKED[kind]
+
+    def refused(self, *values: Any) -> ValueError:
+        """What to say of values that cannot be packed."""
+        for label, value, form in zip(self.labels, values, self.packed, strict=True):
+            try:
+                struct.pack(f"@{form}", value)
+            except (struct.error, OverflowError) as problem:
+                return ValueError(f"the argument {label} of {self.kernel} cannot be passed as {value!r}: {problem}")
+        raise AssertionError("all of them can be packed")
+
+
+def bfloat16_bits(value: float) -> int:
+    """Rounded to the nearest, ties to even, as torch does from float32."""
+    (bits,) = struct.unpack("@I", struct.pack("@f", value))
+    return 0x7FC0 if value != value else (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
 
 
 def make_launcher(source: Any, metadata: Any) -> Callable[..., None]:
@@ -53,27 +74,40 @@ def make_launcher(source: Any, metadata: Any) -> Callable[..., None]:
     """
     library = _load(source.name, get_cache_manager(metadata.hash).get_file(f"{source.name[:150]}.so"))
     translation = metadata.translation
-    arguments = Arguments(source.name, source.signature)
+    arguments = Arguments(source.name, source.signature, translation["arguments"])
     launch = library.launch
     launch.argtypes = [ctypes.c_char_p, ctypes.c_int, ctypes.c_int, ctypes.c_int]
     launch.restype = ctypes.c_int
-    space: dict[str, Any] = {"launch": launch, "pack": struct.Struct("@" + arguments.packed).pack}
-    call = f"launch(pack({', '.join(arguments.values)}), x, y, z"
-    lines = ["    sys.stdout.flush()"] if translation["prints"] else []
-    space["sys"] = sys
+    values = ", ".join(arguments.values)
+    space: dict[str, Any] = {
+        "bits": bfloat16_bits,
+        "errors": (struct.error, OverflowError),
+        "launch": launch,
+        "pack": struct.Struct("@" + arguments.packed).pack,
+        "refused": arguments.refused,
+        "sys": sys,
+    }
+    lines = [
+        "    try:",
+        f"        packed = pack({values})",
+        "    except errors:",
+        f"        raise refused({values}) from None",
+        *(["    sys.stdout.flush()"] if translation["prints"] else []),
+    ]
     if translation["faults"]:
         launch.argtypes = [*launch.argtypes, ctypes.c_char_p, ctypes.c_void_p]
-        space |= {"Report": Report, "extents": extents_of, "explain": functools.partial(explain, translation)}
+        explained = functools.partial(explain, {**translation, "arguments": arguments.labels})
+        space |= {"Report": Report, "extents": extents_of, "explain": explained}
         tensors = f"({''.join(f'{p}, ' for p in arguments.pointers)})"
         lines += [
             "    report = Report()",
-            f"    if {call}, extents({tensors}), report.address()):",
+            f"    if launch(packed, x, y, z, extents({tensors}), report.address()):",
             f"        raise explain(report, {tensors})",
         ]
     else:
-        lines.append(f"    {call})")
+        lines.append("    launch(packed, x, y, z)")
     head = "x, y, z, stream, function, kernel_metadata, launch_metadata, enter, leave"
-    exec(f"def launcher({', '.join([head, *arguments.names])}):\n" + "\n".join(lines), space)
+    exec(f"def launcher({', '.join([head, *arguments.parameters])}):\n" + "\n".join(lines), space)
     space["launcher"].library = library
     return space["launcher"]
 

@@ -48,8 +48,14 @@ def launch_of(kernel: jit.JITFunction) -> Callable[..., Any]:
     if launch is None:
         for param in kernel.params:
             param.do_not_specialize_on_alignment = not param.is_constexpr
-        kernel._cpu_lane_launch = launch = _write_launch(kernel)
+        varies = any(p.kind is p.VAR_POSITIONAL for p in kernel.signature.parameters.values())
+        kernel._cpu_lane_launch = launch = _through_triton(kernel) if varies else _write_launch(kernel)
     return launch
+
+
+def _through_triton(kernel: jit.JITFunction) -> Callable[..., Any]:
+    """Of a kernel with `*args`: Triton's own way, always."""
+    return lambda grid, /, *args, **kwargs: _run(kernel, *args, grid=grid, warmup=False, **kwargs)
 
 
 def _write_launch(kernel: jit.JITFunction) -> Callable[..., Any]:
@@ -58,47 +64,58 @@ def _write_launch(kernel: jit.JITFunction) -> Callable[..., Any]:
     compiled: dict[Any, Any] = {}
     hooks = knobs.runtime
 
-    def slowly(grid: Any, arguments: dict[str, Any], key: Any) -> Any:
+    def slowly(grid: Any, placed: tuple[Any, ...], named: dict[str, Any], key: Any) -> Any:
         """By Triton's own way: for a kernel not seen yet, and for whoever wants to be told of launches."""
-        found = _run(kernel, grid=grid, warmup=False, **arguments)
+        found = _run(kernel, *placed, grid=grid, warmup=False, **named)
         if key is not None and not _is_watched(kernel, hooks):
             compiled[key] = found
         return found
 
-    names = [param.name for param in kernel.params]
-    bound = ", ".join(f"{name!r}: {name}" for name in names)
+    # A kernel's parameters may have any name, so that all others here have a prefix.
+    signature = kernel.signature.parameters.values()
+    bound = ", ".join(f"{p.name!r}: {p.name}" for p in signature)
+    placed = "".join(f"{p.name}, " for p in signature if p.kind is not p.KEYWORD_ONLY)
+    named = "".join(f"{p.name!r}: {p.name}, " for p in signature if p.kind is p.KEYWORD_ONLY)
     body = f"""
-def launch(grid, {_parameters(kernel)}**options):
+def _lane_launch(_lane_grid, {_parameters(kernel)}**_lane_options):
     try:
-        key = ({"".join(_key(param) + ", " for param in kernel.params)}*options.items())
-        kernel = compiled.get(key)
-    except TypeError:  # a constant that cannot be hashed
-        key = kernel = None
-    if kernel is None or jit_function.pre_run_hooks or hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
-        return slowly(grid, {{{bound}, **options}}, key)
-    for (name, _), (value, read) in jit_function.used_global_vals.items():
-        if read.get(name, missing) != value:
-            raise RuntimeError(f"Global variable {{name}} has changed since we compiled this kernel, from {{value}}"
-                               f" to {{read.get(name)}}")
-    if callable(grid):
-        grid = grid({{{bound}}})
-    axes = len(grid)
-    kernel.run(grid[0], grid[1] if axes > 1 else 1, grid[2] if axes > 2 else 1, 0, None, None, None, None, None,
-               {", ".join(names)})
-    return kernel
+        _lane_key = ({"".join(_key(param) + ", " for param in kernel.params)}*_lane_options.items())
+        _lane_found = _lane_compiled.get(_lane_key)
+    except _lane_TypeError:  # a constant that cannot be hashed
+        _lane_key = _lane_found = None
+    if (_lane_found is None or _lane_kernel.pre_run_hooks or _lane_hooks.launch_enter_hook.calls
+            or _lane_hooks.launch_exit_hook.calls):
+        return _lane_slowly(_lane_grid, ({placed}), {{{named}**_lane_options}}, _lane_key)
+    if _lane_kernel.used_global_vals:
+        _lane_check(_lane_kernel)
+    if _lane_callable(_lane_grid):
+        _lane_grid = _lane_grid({{{bound}}})
+    _lane_axes = _lane_len(_lane_grid)
+    _lane_found.run(_lane_grid[0], _lane_grid[1] if _lane_axes > 1 else 1, _lane_grid[2] if _lane_axes > 2 else 1,
+                    0, None, None, None, None, None, {", ".join(p.name for p in signature)})
+    return _lane_found
 """
     space: dict[str, Any] = {
-        "Tensor": torch.Tensor,
-        "compiled": compiled,
-        "hooks": hooks,
-        "jit_function": kernel,
-        "kind": functools.partial(jit.native_specialize_impl, _backend()),
-        "missing": _MISSING,
-        "slowly": slowly,
+        "_lane_tensor": torch.Tensor,
+        "_lane_compiled": compiled,
+        "_lane_hooks": hooks,
+        "_lane_kernel": kernel,
+        "_lane_kind": functools.partial(jit.native_specialize_impl, _backend()),
+        "_lane_check": _check_globals,
+        "_lane_slowly": slowly,
     }
-    space |= {f"default_{name}": param.default for name, param in kernel.signature.parameters.items()}
+    space |= {f"_lane_{builtin.__name__}": builtin for builtin in (callable, int, len, type, TypeError)}
+    space |= {f"_lane_default_{p.name}": p.default for p in signature}
     exec(body, space)
-    return space["launch"]
+    return space["_lane_launch"]
+
+
+def _check_globals(kernel: jit.JITFunction) -> None:
+    for (name, _), (value, read) in kernel.used_global_vals.items():
+        if read.get(name, _MISSING) != value:
+            raise RuntimeError(
+                f"Global variable {name} has changed since we compiled this kernel, from {value} to {read.get(name)}"
+            )
 
 
 def _is_watched(kernel: jit.JITFunction, hooks: Any) -> bool:
@@ -124,7 +141,7 @@ def _parameters(kernel: jit.JITFunction) -> str:
     for name, param in kernel.signature.parameters.items():
         if param.kind is param.KEYWORD_ONLY and "*" not in text:
             text += "*, "
-        text += name if param.default is param.empty else f"{name}=default_{name}"
+        text += name if param.default is param.empty else f"{name}=_lane_default_{name}"
         text += ", "
     return text
 
@@ -134,6 +151,7 @@ def _key(param: Any) -> str:
     name = param.name
     if param.is_constexpr:
         return name
-    general = f"kind({name}, {param.is_const}, True, False)"
-    small = f"type({name}) is int and -2147483648 <= {name} <= 2147483647"
-    return f"({name}.dtype if type({name}) is Tensor else {name} == 1 if {small} else {general})"
+    general = f"_lane_kind({name}, {param.is_const}, True, False)"
+    kind = f"_lane_type({name})"
+    small = f"{kind} is _lane_int and -2147483648 <= {name} <= 2147483647"
+    return f"({name}.dtype if {kind} is _lane_tensor else {name} == 1 if {small} else {general})"

@@ -1,5 +1,6 @@
 """The C compiler: which one, with what flags, and what to say where there is none or it fails."""
 
+import errno
 import functools
 import os
 import platform
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 CANDIDATES = ("cc", "gcc", "clang")
+PATIENCE = 600
+"""Seconds for one kernel, which takes less than one on an idle machine."""
 INSTALL = "install gcc or clang (`apt-get install gcc`, `dnf install gcc`, `xcode-select --install`), or name one in CC"
 
 # No contraction to fma and no reassociation: results equal numpy's, bit for bit where C's functions do. Not with
@@ -38,11 +41,24 @@ class Compiler(NamedTuple):
 
 def find() -> tuple[str, ...] | None:
     """The command of the C compiler: CC where it is set, else the first of `CANDIDATES` on the path; None without."""
-    named = shlex.split(os.environ.get("CC", ""))
+    try:
+        named = shlex.split(os.environ.get("CC", ""))
+    except ValueError:
+        return None
     for command in (named,) if named else ((name,) for name in CANDIDATES):
         if path := shutil.which(command[0]):
             return (path, *command[1:])
     return None
+
+
+def why_none() -> str:
+    """What to say where `find` finds none."""
+    named = os.environ.get("CC", "")
+    try:
+        words = shlex.split(named)
+    except ValueError as problem:
+        return f"CC is {named}, which names no command ({problem})"
+    return f"CC is {named}, and {words[0]} is not found" if words else "no C compiler"
 
 
 @functools.cache
@@ -54,7 +70,7 @@ def compiler() -> Compiler:
     """
     command = find()
     if command is None:
-        raise RuntimeError(f"the CPU lane compiles kernels and finds no C compiler: {INSTALL}")
+        raise RuntimeError(f"the CPU lane cannot compile kernels: {why_none()}; {INSTALL}")
     try:
         asked = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True, timeout=60)
     except (OSError, subprocess.SubprocessError) as problem:
@@ -101,9 +117,18 @@ def compile_c(code: str, name: str) -> bytes:
         with tempfile.TemporaryDirectory(prefix="cpu-lane-") as folder:
             out = Path(folder, "kernel.so")
             command = [*found.command, *found.flags, "-x", "c", "-", "-o", str(out), "-lm"]
-            done = subprocess.run(command, input=code, capture_output=True, text=True)
+            done = subprocess.run(
+                command, input=code, capture_output=True, encoding="utf-8", errors="replace", timeout=PATIENCE
+            )
             if done.returncode == 0:
                 return out.read_bytes()
+            if os.strerror(errno.ENOSPC) in done.stderr:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(
+            f"the C compiler {found.command[0]} has not ended on kernel {name} in {PATIENCE} s: name another in CC, "
+            "or set TRITON_INTERPRET=1 to interpret kernels"
+        ) from None
     except OSError as problem:
         where = f"in {tempfile.gettempdir()}" if problem.filename is None else f"at {problem.filename}"
         raise RuntimeError(

@@ -10,9 +10,16 @@ from dataclasses import dataclass, field
 NAME = r"%[\w$.\-]+(?:#\d+)?"
 FLOAT8 = ("f8E4M3FN", "f8E5M2", "f8E4M3FNUZ", "f8E5M2FNUZ")
 SCALARS = re.compile(r"i(?:1|8|16|32|64)|f16|bf16|f32|f64|index|" + "|".join(FLOAT8))
-STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
+CARRIED = re.compile(rf"({NAME}) = ({NAME})")
+"""What a loop carries: its own name, and the first value's."""
 TYPED_BY_TAIL = ("tt.reduce", "tt.scan", "tt.map_elementwise")
 """Operations with regions whose types follow the last region."""
+
+
+def unescaped(text: str) -> str:
+    """A string as it was before MLIR printed it: bytes in hexadecimal, of which some make one character."""
+    raw = re.sub(rb"\\(\\|[0-9A-Fa-f]{2})", lambda f: b"\\" if f[1] == b"\\" else bytes([int(f[1], 16)]), text.encode())
+    return raw.decode(errors="replace")
 
 
 class UnsupportedError(Exception):
@@ -74,13 +81,18 @@ class Op:
     def int_attr(self, name: str) -> int:
         found = re.search(rf"\b{name} = (-?\d+)", self.words)
         if not found:
-            raise UnsupportedError(f"{self.name} without the attribute {name}")
+            raise UnsupportedError(f"{self.name} has no attribute {name}")
         return int(found[1])
 
     def types_of_region(self) -> list[Type]:
         """What a combiner yields: the types of the first half of its arguments."""
         args = self.regions[0][0].args
         return [t for _, t in args[: len(args) // 2]]
+
+    def callee(self) -> str:
+        """Of a call: the function's name."""
+        name = re.match(r'@(?:"(\d+)"|([\w$.\-]+))', self.words)
+        return self.strings[int(name[1])] if name[1] else name[2]
 
     def string_attr(self, name: str) -> str:
         return self.strings[int(re.search(rf'\b{name} = "(\d+)"', self.words)[1])]
@@ -104,7 +116,7 @@ def parse_type(text: str) -> Type:
     if text.startswith("!tt.ptr<"):
         return Type(f"ptr<{parse_type(split_list(text[len('!tt.ptr<') : -1])[0]).elem}>", shape)
     if not SCALARS.fullmatch(text):
-        raise UnsupportedError(f"the type {text}")
+        raise UnsupportedError(f"it has no translation of the type {text}")
     return Type(text, shape)
 
 
@@ -137,10 +149,15 @@ def parse_module(text: str) -> tuple[list[Function], "Locations"]:
             lines.append(_separate(line))
     reader = _Reader(lines)
     functions = []
-    while reader.at < len(lines):
-        line, strings, _ = reader.next()
-        if line.startswith("tt.func"):
-            functions.append(reader.function(line, strings))
+    try:
+        while reader.at < len(lines):
+            line, strings, _ = reader.next()
+            if line.startswith("tt.func"):
+                functions.append(reader.function(line, strings))
+    except UnsupportedError as e:
+        where = locations.source(lines[reader.at - 1][2])
+        kernel = (re.search(r"tt\.func public @\"?([\w$.\-]+)", text) or ["", "a module"])[1]
+        raise UnsupportedError(f"the CPU lane cannot compile {kernel} ({where}): {e}", where) from None
     return functions, locations
 
 
@@ -181,7 +198,7 @@ class Locations:
         """Files and lines, the innermost call first."""
         text = self.named.get(text, text)
         if found := re.match(r'"((?:[^"\\]|\\.)*)":(\d+):\d+', text):
-            return [(found[1], int(found[2]))]
+            return [(unescaped(found[1]), int(found[2]))]
         if text.startswith("callsite("):
             callee, _, caller = _split_callsite(text[len("callsite(") : -1])
             return self.frames(callee) + self.frames(caller)
@@ -224,7 +241,7 @@ class _Reader:
         results = re.match(r"\s*->\s*(\(.*?\)|[^({ ]+)", line[end + 1 :])
         types = split_types(results[1]) if results else []
         if not line.endswith("{"):
-            raise UnsupportedError(f"the function {name} without a body")
+            raise UnsupportedError(f"the function {name} has no body")
         blocks = self.region()[0]
         return Function(name, [(n, parse_type(t)) for n, t in args], types, blocks, " public " in line)
 

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from crossspec_cpu_lane.translate.registry import handles
 from crossspec_cpu_lane.translate.values import Value, c_type, integer_literal
 from crossspec_cpu_lane.translate.writer import Writer
-from crossspec_cpu_lane.ttir import NAME, Op, Type, UnsupportedError, split_types
+from crossspec_cpu_lane.ttir import CARRIED, NAME, Op, Type, UnsupportedError, split_types
 
-CARRIED = rf"({NAME}) = ({NAME})"
 Result = Value | list[Value] | None
 
 
@@ -35,7 +34,9 @@ def hand_over(
 def result_types(op: Op) -> list[Type]:
     if "->" not in op.words:
         return []
-    return split_types(re.match(r"\((.*?)\)\s*(?::|\{|$)", op.words.rpartition("-> ")[2].strip())[1])
+    text = op.words.rpartition("-> ")[2].strip()
+    several = re.match(r"\((.*?)\)\s*(?::|\{|$)", text)  # one alone stands without brackets after a while
+    return split_types(several[1] if several else text.removesuffix("{"))
 
 
 def carried(w: Writer, pairs: list[tuple[str, str]]) -> list[Value]:
@@ -69,7 +70,7 @@ def count(w: Writer, op: Op, operands: list[Value]) -> Result:
     unsigned = op.words.startswith("unsigned")
     head, _, rest = op.words.partition("iter_args(")
     variable, low, high, step = re.findall(NAME, head)[:4]
-    pairs = re.findall(CARRIED, rest.split(" -> ")[0])
+    pairs = CARRIED.findall(rest.split(" -> ")[0])
     state = carried(w, pairs)
     low, high, step = (w.get(v) for v in (low, high, step))
     i, kind = w.fresh(variable), c_type(low.type.elem)
@@ -90,7 +91,7 @@ def count(w: Writer, op: Op, operands: list[Value]) -> Result:
 
 @handles("scf.while")
 def repeat(w: Writer, op: Op, operands: list[Value]) -> Result:
-    pairs = re.findall(CARRIED, op.words.split(") : ")[0])
+    pairs = CARRIED.findall(op.words.split(") : ")[0])
     state = carried(w, pairs)
     results = [w.declared(n, t) for n, t in zip(op.results, result_types(op), strict=True)]
     w.emit("for (;;) {")
@@ -145,13 +146,11 @@ def leave(w: Writer, op: Op, operands: list[Value]) -> None:
 
 @handles("tt.call")
 def call(w: Writer, op: Op, operands: list[Value]) -> Result:
-    found = re.match(r'@("(\d+)"|[\w$.\-]+)', op.words)
-    name = op.strings[int(found[2])] if found[2] else found[1]
     args = [o.at(()) if o.type.shape is None else w.array_of(o) for o in operands]
     w.flush()
     results = [w.declared(n, t) for n, t in zip(op.results, op.types, strict=True)]
     places = [r.array or f"&{r.at(())}" for r in results]
-    w.emit(f"{function_name(name)}({', '.join(['c', *args, *places])});")
+    w.emit(f"{function_name(op.callee())}({', '.join(['c', *args, *places])});")
     if w.module.faults:
         w.leave_on_fault()
     return one_or_all(results)

@@ -5,13 +5,18 @@ import re
 from crossspec_cpu_lane.translate.registry import handles
 from crossspec_cpu_lane.translate.values import Value, element_count, widened
 from crossspec_cpu_lane.translate.writer import Writer
-from crossspec_cpu_lane.ttir import Op, Type
+from crossspec_cpu_lane.ttir import Op, Type, unescaped
+
+
+def c_string(text: str) -> str:
+    """What stands between the quotes of a string in C; the code stays ASCII."""
+    plain = "".join(map(chr, range(32, 127))).translate({ord(c): None for c in '\\"?'})
+    return "".join(chr(b) if chr(b) in plain else f"\\{b:03o}" for b in text.encode())
 
 
 @handles("tt.assert")
 def assertion(w: Writer, op: Op, operands: list[Value]) -> None:
-    message = re.sub(r"\\([0-9A-Fa-f]{2})", lambda f: chr(int(f[1], 16)), op.strings[0])
-    site = w.module.site(op, "assertion", message)
+    site = w.module.site(op, "assertion", unescaped(op.strings[0]))
     w.perform(operands[0].type.shape, lambda x: f"if (!({x})) fail(c, {site});", operands[0], faults=True)
 
 
@@ -19,8 +24,7 @@ def assertion(w: Writer, op: Op, operands: list[Value]) -> None:
 def show(w: Writer, op: Op, operands: list[Value]) -> None:
     """One line for each element, as on a GPU."""
     w.module.prints = True
-    prefix = re.sub(r"\\([0-9A-Fa-f]{2})", lambda f: chr(int(f[1], 16)), op.strings[0])
-    prefix = prefix.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("\n", "\\n")
+    prefix = c_string(unescaped(op.strings[0]).replace("%", "%%"))
     signs = re.search(r"isSigned = array<i32(?:: ([\d, ]*))?>", op.words)
     signed = [bool(int(s)) for s in signs[1].split(",")] if signs and signs[1] else [True] * len(operands)
     if not operands:

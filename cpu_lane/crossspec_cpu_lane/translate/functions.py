@@ -36,17 +36,30 @@ TEMPLATES |= {
     "rcbrt": "1 / c.cbrt({0})",
     "exp10": "c.pow(10, {0})",
     "powi": "c.pow({0}, {1})",
-    "sinpi": "c.sin((T)3.141592653589793 * c.fmod({0}, 2))",
-    "cospi": "c.cos((T)3.141592653589793 * c.fmod({0}, 2))",
     "rhypot": "1 / c.hypot({0}, {1})",
     "norm3d": "c.hypot(c.hypot({0}, {1}), {2})",
     "rnorm3d": "1 / c.hypot(c.hypot({0}, {1}), {2})",
     "norm4d": "c.hypot(c.hypot({0}, {1}), c.hypot({2}, {3}))",
     "rnorm4d": "1 / c.hypot(c.hypot({0}, {1}), c.hypot({2}, {3}))",
     "normcdf": "(T)0.5 * c.erfc(-{0} * (T)0.7071067811865476)",
-    "erfcx": "c.exp({0} * {0}) * c.erfc({0})",
 }
 """By the name without `__nv_` and, in f32, the `f` at its end."""
+
+# The argument in quarter turns: what is left is at most an eighth of a turn. `k_` is 0 for a sine, 1 for a cosine.
+_QUARTERS = (
+    "({{{{ f64 r_ = c.fmod({{0}}, 2), n_ = c.rint(2 * r_), y_ = 3.141592653589793 * (r_ - n_ / 2); "
+    "i32 k_ = f64_to_i32(n_) + {turn}; f64 v_ = k_ & 1 ? c.cos(y_) : c.sin(y_); k_ & 2 ? -v_ : v_; }}}})"
+)
+IN_F64 = {
+    "sinpi": _QUARTERS.format(turn=0),
+    "cospi": _QUARTERS.format(turn=1),
+    # exp(x^2) with the part of x^2 that its rounding cuts off; a series where exp or erfc leave their range.
+    "erfcx": (
+        "({{ f64 x_ = {0}, q_ = x_ * x_; x_ > 12 ? erfcx_tail(x_) : x_ < -27 ? __builtin_inf() : "
+        "c.exp(q_) * (1 + c.fma(x_, x_, -q_)) * c.erfc(x_); }})"
+    ),
+}
+"""Computed in f64 for either type."""
 
 _F32 = {
     "saturatef": "{0} > 0 ? {0} < 1 ? {0} : 1 : 0",
@@ -134,6 +147,7 @@ LIBDEVICE: dict[str, tuple[str, str]] = {}
 for _name, _template in TEMPLATES.items():
     LIBDEVICE[f"__nv_{_name}"] = (_template, "f64")
     LIBDEVICE[f"__nv_{_name}f" if _name != "fma_rn" else "__nv_fmaf_rn"] = (_template, "f32")
+LIBDEVICE |= {f"__nv_{name}{f}": (template, "f64") for name, template in IN_F64.items() for f in ("", "f")}
 LIBDEVICE |= {f"__nv_{name}": (template, "f32") for name, template in (_F32 | _INTEGER).items()}
 LIBDEVICE |= {f"__nv_{name}": (template, "f64") for name, template in _F64.items()}
 

@@ -15,7 +15,7 @@ ATOMIC |= {"umax": "({u}){o} > ({u}){v} ? {o} : {v}", "umin": "({u}){o} < ({u}){
 
 def check(w: Writer, op: Op, kind: str, size: int) -> Callable[[str], str] | None:
     """The C condition under which an access may be made; None where there is nothing to check it against."""
-    arguments = w.module.origins.get(w.function.name, {}).get(op.operands[0], 0)
+    arguments = w.module.origins.get(id(op), 0)
     if not w.module.checked or arguments <= 0:
         return None
     site = w.module.site(op, kind, size=size)
@@ -83,10 +83,12 @@ def compare_and_swap(w: Writer, op: Op, operands: list[Value]) -> Value:
     type_ = operands[0].type.of(operands[0].type.pointee.elem)
     t = c_type(type_.elem)
     allowed = check(w, op, "atomic operation", type_.bytes)
+    bits = f"BITCAST(u{type_.bits}, {t}, {{}})" if t in ("f32", "f64") else "{}"  # a NaN equals itself, -0 is not 0
 
     def make(p: str, c: str, v: str) -> str:
         test = allowed(p) if allowed else "1"
-        return f"({{ {t} o_ = 0; if ({test}) {{ o_ = *({t} *)({p}); if (o_ == ({t}){c}) *({t} *)({p}) = {v}; }} o_; }})"
+        same = " == ".join(bits.format(x) for x in ("o_", f"({t}){c}"))
+        return f"({{ {t} o_ = 0; if ({test}) {{ o_ = *({t} *)({p}); if ({same}) *({t} *)({p}) = {v}; }} o_; }})"
 
     return alone(w, op, type_, make, operands, allowed is not None)
 

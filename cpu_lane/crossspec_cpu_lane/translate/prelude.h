@@ -37,20 +37,26 @@ static __attribute__((noinline, cold, unused)) void fail(struct context *c, int 
   c->report->site = site;
   for (int d = 0; d < 3; d++) c->report->program[d] = c->program[d];
 }
-static __attribute__((noinline, cold, unused)) int out_of_bounds(struct context *c, ptr p, int argument, int site) {
-  if (!c->fault) c->report->address = p, c->report->argument = argument;
+/* It names the argument that is nearest of those that the pointer may come from (bit i is argument i). */
+static __attribute__((noinline, cold, unused)) int out_of_bounds(struct context *c, ptr p, u64 arguments, int site) {
+  if (!c->fault) {
+    u64 least = ~0ull;
+    c->report->address = p;
+    for (int i = 63; i >= 0; i--)
+      if (arguments >> i & 1) {
+        struct extent e = c->extents[i];
+        u64 far = p < e.low ? e.low - p : p < e.high ? 0 : p - e.high;
+        if (far <= least) least = far, c->report->argument = i;
+      }
+  }
   fail(c, site);
   return 0;
 }
-/* Whether an access lies in one of the arguments of a set (bit i is argument i). */
+/* Whether an access lies in one of the arguments of a set. */
 INLINE int in_bounds(struct context *c, ptr p, u64 size, u64 arguments, int site) {
-  int first = -1;
   for (int i = 0; arguments >> i; i++)
-    if (arguments >> i & 1) {
-      if (p >= c->extents[i].low && p + size <= c->extents[i].high) return 1;
-      if (first < 0) first = i;
-    }
-  return out_of_bounds(c, p, first, site);
+    if (arguments >> i & 1 && p >= c->extents[i].low && p + size <= c->extents[i].high) return 1;
+  return out_of_bounds(c, p, arguments, site);
 }
 
 /* ---- Integers ---- */
@@ -109,7 +115,7 @@ INLINE i64 gather_index(i64 i, i64 n) {
   }                                                                                              \
   INLINE u64 F##_to_u64(F x) {                                                                   \
     if (x < (F)0x1p63) return (u64)F##_to_i64(x);                                                \
-    return x < (F)0x1p64 ? (u64)(x - (F)0x1p63) + (1ull << 63) : 1ull << 63;                     \
+    return x < (F)0x1p64 ? (u64)(x - (F)0x1p63) + (1ull << 63) : x != x ? 1ull << 63 : 0; \
   }
 TO_INTEGERS(f32, -0x1.000002p31f)
 TO_INTEGERS(f64, -2147483649.0)
@@ -226,6 +232,13 @@ INLINE f32 f64_to_f32_rtz(f64 x) {
   INLINE F minimum_##F(F a, F b) { return a < b || a != a ? a : b; }
 FLOATS(f32)
 FLOATS(f64)
+
+/* exp(x^2) erfc(x) of a large x: terms of its series down to 1e-16. */
+INLINE f64 erfcx_tail(f64 x) {
+  f64 t = 0.5 / x / x, s = 1;
+  for (int k = 19; k > 0; k -= 2) s = 1 - k * t * s;
+  return s / (x * 1.7724538509055160273);
+}
 
 /* The order in which numpy adds the numbers of a row, so that sums equal the interpreter's. */
 #define SUM(T, F, NAME, GET)                                                                     \

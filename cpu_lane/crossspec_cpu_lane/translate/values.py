@@ -7,7 +7,7 @@ import struct
 from collections.abc import Callable, Iterable
 
 from crossspec_cpu_lane.translate.layout import Strides, c_order
-from crossspec_cpu_lane.ttir import FLOAT8, Type
+from crossspec_cpu_lane.ttir import FLOAT8, Type, UnsupportedError
 
 C_NAMES = {"index": "i64", "f8E4M3FN": "e4m3", "f8E5M2": "e5m2", "f8E4M3FNUZ": "e4m3fnuz", "f8E5M2FNUZ": "e5m2fnuz"}
 NARROW = ("f16", "bf16", *FLOAT8)
@@ -71,8 +71,9 @@ def dense_elements(text: str, strings: list[str], type_: Type) -> list[str] | No
     raw = bytes.fromhex(strings[int(text.strip('"'))].removeprefix("0x"))
     if type_.elem == "i1":  # packed, the lowest bit first
         count = element_count(type_)
-        bits = [raw[i // 8] >> i % 8 & 1 for i in range(count)] if len(raw) * 8 >= count else []
-        elements = [integer_literal(b, "i1") for b in bits]
+        if len(raw) * 8 < count:
+            raise UnsupportedError(f"a constant of {count} bits is written in {len(raw)} bytes")
+        elements = [integer_literal(raw[i // 8] >> i % 8 & 1, "i1") for i in range(count)]
     else:
         size = type_.bytes
         parts = [int.from_bytes(raw[i : i + size], "little") for i in range(0, len(raw), size)]

@@ -55,8 +55,8 @@ class Module:
     checked: bool
     """Accesses are checked against the bounds of the arguments' tensors."""
     functions: dict[str, Function] = field(default_factory=dict)
-    origins: dict[str, dict[str, int]] = field(default_factory=dict)
-    """By function and pointer: the kernel's arguments that it may come from, as bits."""
+    origins: dict[int, int] = field(default_factory=dict)
+    """By operation (its `id`): the kernel's arguments that its pointer may come from, as bits."""
     faults: bool = False
     """Whether anything can stop the kernel before its end."""
     prints: bool = False
