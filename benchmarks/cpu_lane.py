@@ -18,7 +18,6 @@ import json
 import os
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -72,18 +71,12 @@ def kernels(mode: str) -> Iterator[None]:
             os.environ[INTERPRET] = before
 
 
-def generate(job: Job, mode: str, core: int) -> tuple[Run, float]:
-    """The run, and the seconds from asking for the engine to having it."""
-    asked, ready = time.perf_counter(), [0.0]
-
-    def listen(event: dict[str, Any]) -> None:
-        if event["event"] == "ready":
-            ready[0] = time.perf_counter()
-
+def generate(job: Job, mode: str, core: int) -> Run:
+    """One engine, start to end."""
     with kernels(mode):
-        run = runner.run(job, listen, [core])
+        run = runner.run(job, lambda event: None, [core])
     assert run.environment["kernels_interpreted"] == (mode == "interpreted")
-    return run, ready[0] - asked
+    return run
 
 
 def seconds(run: Run) -> float:
@@ -95,17 +88,16 @@ def measure(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     """One method's row."""
     turns = [{mode: generate(job, mode, options.core) for mode in MODES} for _ in range(options.repeats + 1)]
     counted = turns[1:]
-    done = {mode: [group["generations"] for group in turns[0][mode][0].groups.values()] for mode in MODES}
-    (row,) = (row for row in runner.rows([turns[0]["compiled"][0]]) if row.category == runner.ALL)
+    done = {mode: [group["generations"] for group in turns[0][mode].groups.values()] for mode in MODES}
+    (row,) = (row for row in runner.rows([turns[0]["compiled"]]) if row.category == runner.ALL)
     return {
         "method": job.method,
         "num_tokens": row.num_tokens,
         "num_target_calls": row.num_target_calls,
         "acceptance_length": row.acceptance_length,
         "equal": done["compiled"] == done["interpreted"],
-        "speedup": statistics.median(seconds(t["interpreted"][0]) / seconds(t["compiled"][0]) for t in counted),
-        **{f"{mode}_seconds": [seconds(turn[mode][0]) for turn in counted] for mode in MODES},
-        **{f"{mode}_start_seconds": [turn[mode][1] for turn in counted] for mode in MODES},
+        "speedup": statistics.median(seconds(t["interpreted"]) / seconds(t["compiled"]) for t in counted),
+        **{f"{mode}_seconds": [seconds(turn[mode]) for turn in counted] for mode in MODES},
     }
 
 

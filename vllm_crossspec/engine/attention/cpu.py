@@ -1,4 +1,4 @@
-"""Tree attention on a CPU, PyTorch's products: the development lane's backend for the target and the drafters.
+"""Tree attention on a CPU, of PyTorch's products: the development lane's backend for the target and the drafters.
 
 The KV cache has FlashAttention's logical layout [blocks, Hkv, block_size, K|V], not that of vLLM's CPU kernel, whose
 keys are ordered for the instruction set; so the compaction of the accepted path is the GPU's. Legend as in ``base``.
@@ -459,7 +459,8 @@ def _tree_parts(request: _Request, prefix_len: int, row_mask: torch.Tensor, num_
 def _gather_into(dense: torch.Tensor, kv_cache: torch.Tensor, request: _Request, length: int) -> None:
     """Copy keys and values of a request's first tokens to the front of ``dense`` [Hkv, at least length, 2 * Dh]."""
     block_size = kv_cache.shape[2]
-    for start, block in zip(range(0, length, block_size), request.blocks, strict=False):
+    starts = range(0, length, block_size)
+    for start, block in zip(starts, request.blocks[: len(starts)], strict=True):
         stop = min(start + block_size, length)
         dense[:, start:stop] = kv_cache[block, :, : stop - start]
 
