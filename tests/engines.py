@@ -21,6 +21,8 @@ TARGET, EAGLE3, DFLASH, DART = POCKET / "target", POCKET / "eagle3", POCKET / "d
 CONFU = POCKET / "confu"
 NGRAM = POCKET / "ngram" / "store.safetensors"
 CHAIN = {"type": "chain"}
+KV_CACHE_BYTES = 128 << 20
+"""Of an engine: ten times what its requests can fill. Most of an engine's start would be to clear a gibibyte."""
 K = 7
 
 
@@ -102,17 +104,24 @@ def engine(spec: dict[str, Any] | None, model: Path = TARGET, **overrides: Any) 
         "enforce_eager": True,
         "disable_log_stats": False,
         "distributed_executor_backend": "uni",
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
     }
-    # vLLM collects garbage ten times while an engine starts: not of what was there before, but for the last engine.
-    gc.collect()
+    gc.collect()  # the last engine; what is there now is no garbage
     gc.freeze()
-    with mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
+    with collecting_no_garbage(), mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would be stronger than the setting
         llm = LLM(str(model), speculative_config=spec, **(settings | overrides))
     try:
         yield llm
     finally:
         llm.collective_rpc(sabotage.mend)
-        llm.llm_engine.engine_core.shutdown()
+        with collecting_no_garbage():
+            llm.llm_engine.engine_core.shutdown()
+
+
+def collecting_no_garbage() -> Any:
+    """vLLM asks for it a dozen times while an engine starts and ends, a tenth of a second each."""
+    return mock.patch.object(gc, "collect", return_value=0)
 
 
 def generate(llm: Any, texts: list[Any], max_tokens: int = 40, **sampling: Any) -> list[list[int]]:
