@@ -108,5 +108,5 @@ def _wait_until_healthy(server: Server) -> None:
         with contextlib.suppress(urllib.error.URLError, ConnectionError):
             server.get("/health")
             return
-        time.sleep(1)
+        time.sleep(0.2)
     raise AssertionError(f"the server is not healthy after {START_SECONDS} s:\n{server.log.read_text()[-3000:]}")

@@ -75,7 +75,7 @@ def check_the_client(server, name, questions, plain):
 
 
 def check_metrics(server, name, drafts_before):
-    time.sleep(3)  # whatever was counted is published by now
+    time.sleep(2)  # whatever was counted is published by now: once a second
     drafts = server.wait_for_metric("crossspec:drafts_total", above=drafts_before, drafter=name)
     accepted = server.metric("crossspec:accepted_tokens_total", drafter=name)
     assert server.metric("crossspec:accepted_tokens_per_pos_total", drafter=name) == accepted
@@ -106,7 +106,7 @@ def test_requests_of_a_batch_go_different_ways(questions, plain):
         with concurrent.futures.ThreadPoolExecutor(16) as pool:
             answers = list(pool.map(lambda q: complete(client, q).choices[0].text, questions * 2))
         assert answers == plain * 2
-        time.sleep(3)  # whatever was counted is published by now
+        time.sleep(2)  # whatever was counted is published by now: once a second
 
         def total(name, **labels):
             return server.metric(f"crossspec:{name}_total", **labels)
