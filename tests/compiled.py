@@ -1,6 +1,5 @@
 """What the tests of the CPU lane's compiler share: each of their kernels is compiled by every C compiler there is."""
 
-import os
 import shlex
 import shutil
 
@@ -8,10 +7,11 @@ import pytest
 import torch
 
 pytest.importorskip("crossspec_cpu_lane.translate")
-if os.environ.get("TRITON_INTERPRET", "0") == "1" or torch.cuda.is_available():
+import triton
+
+if triton.knobs.runtime.interpret or torch.cuda.is_available():
     pytest.skip("these kernels are to be compiled for the CPU", allow_module_level=True)
 
-import triton
 from crossspec_cpu_lane import compiler, toolchain
 
 N = 64

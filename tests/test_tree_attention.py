@@ -291,11 +291,11 @@ def test_kernel_that_writes_a_level_against_its_twin(length, head_size, has_shar
     """The last two lengths do not fit: what a stale graph may find must not be written anywhere."""
     num_reqs, queries, heads, capacity = 3, 5, 2, 13
     fused = torch.randn(num_reqs * queries, 3 * heads, head_size)
-    arguments = {"key": fused[:, :heads], "value": fused[:, 2 * heads :], "queries_per_req": queries}
+    key, held = fused[:, :heads], torch.tensor([length], dtype=torch.int32)
     filled = []
     for write in (scratch.write_level, scratch.write_level_naive):
         target = torch.full((num_reqs + 2, capacity, 2, heads, head_size), -7777.0)
-        write(**arguments, scratch=target, length=torch.tensor([length], dtype=torch.int32), has_shared=has_shared)
+        write(key, fused[:, 2 * heads :], DraftTail(target, torch.empty(0), held, num_reqs, queries, has_shared))
         filled.append(target)
     assert torch.equal(*filled)
     written = (filled[0][:num_reqs] != -7777).flatten(2).any(2)
@@ -303,7 +303,7 @@ def test_kernel_that_writes_a_level_against_its_twin(length, head_size, has_shar
     expected_rows = [row in level or (has_shared and row == 0) for row in range(capacity)]
     assert written.tolist() == [expected_rows] * num_reqs and (filled[0][num_reqs:] == -7777).all()
     if has_shared:
-        assert torch.equal(filled[0][:num_reqs, 0, 0], arguments["key"][queries - 1 :: queries])
+        assert torch.equal(filled[0][:num_reqs, 0, 0], key[queries - 1 :: queries])
 
 
 def wide(shape, dtype, seed=0):

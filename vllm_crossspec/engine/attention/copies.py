@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from vllm_crossspec.engine.attention.base import DraftTail
-from vllm_crossspec.engine.attention.scratch import write_level_naive
+from vllm_crossspec.engine.attention.scratch import row_of_query, write_level_naive
 from vllm_crossspec.verify.naive import unpack_bits
 
 
@@ -118,10 +118,7 @@ def _append_level_kernel(
 ):
     query = tl.program_id(0).to(tl.int64)
     request = query // queries_per_req
-    place = query % queries_per_req
-    row = length - queries_per_req + place
-    if HAS_SHARED:
-        row = tl.where(place == queries_per_req - 1, 0, row + 1)
+    row = row_of_query(query, queries_per_req, length, HAS_SHARED)
     if (row >= 0) & (row < capacity):
         width = num_heads * head_size
         token = tl.load(prefix_lens_ptr + request) + row
@@ -213,14 +210,7 @@ def append_level_naive(
 
     It copies all rows of the tail, of which those above the level are there already.
     """
-    write_level_naive(
-        key=key,
-        value=value,
-        scratch=tail.scratch,
-        length=tail.length,
-        queries_per_req=tail.queries_per_req,
-        has_shared=tail.has_shared,
-    )
+    write_level_naive(key, value, tail)
     copy_tail(tail.scratch, length, dense, prefix_lens.tolist())
     return hide(unpack_bits(tail.row_mask[: key.shape[0]])[:, :length])
 

@@ -330,14 +330,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         key, value = key[:num_rows], value[:num_rows]
         if self.two_passes:
             write = write_level_naive if triton.knobs.runtime.interpret else write_level
-            write(
-                key=key,
-                value=value,
-                scratch=tail.scratch,
-                length=tail.length,
-                queries_per_req=tail.queries_per_req,
-                has_shared=tail.has_shared,
-            )
+            write(key, value, tail)
             lse = torch.empty(self.num_heads, num_rows)
             for request in _requests(metadata)[: tail.num_reqs]:
                 keys, values = self._halves(self._gather(kv_cache, request, request.length))

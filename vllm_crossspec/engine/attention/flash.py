@@ -247,14 +247,7 @@ class TreeFlashImpl(FlashAttentionImpl):
     ) -> None:
         """The level's rows see the whole paged cache and, in the scratch, their ancestors."""
         num_rows = tail.num_reqs * tail.queries_per_req
-        write_level(
-            key=key[:num_rows],
-            value=value[:num_rows],
-            scratch=tail.scratch,
-            length=tail.length,
-            queries_per_req=tail.queries_per_req,
-            has_shared=tail.has_shared,
-        )
+        write_level(key[:num_rows], value[:num_rows], tail)
         # The builder's plan fits if it was made for the same requests and, as is asked for here, without a causal mask.
         fits = metadata.causal is False and metadata.seq_lens.shape[0] == tail.num_reqs
         lse = self._attend_dense(

@@ -4,6 +4,18 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_crossspec.engine.attention.base import DraftTail
+
+
+@triton.jit
+def row_of_query(query, queries_per_req, length, HAS_SHARED: tl.constexpr):
+    """The row of its request's scratch that a query of a level is written to."""
+    place = query % queries_per_req
+    row = length - queries_per_req + place
+    if HAS_SHARED:
+        row = tl.where(place == queries_per_req - 1, 0, row + 1)
+    return row
+
 
 @triton.jit
 def _write_level_kernel(
@@ -27,10 +39,7 @@ def _write_level_kernel(
 ):
     query = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1).to(tl.int64)
-    place = query % queries_per_req
-    row = tl.load(length_ptr) - queries_per_req + place
-    if HAS_SHARED:
-        row = tl.where(place == queries_per_req - 1, 0, row + 1)
+    row = row_of_query(query, queries_per_req, tl.load(length_ptr), HAS_SHARED)
     # A replay of a CUDA graph for no one may find any length there.
     if (row >= 0) & (row < capacity):
         column = tl.arange(0, BLOCK)
@@ -42,25 +51,15 @@ def _write_level_kernel(
         tl.store(target + value_offset + column, value.to(scratch_ptr.dtype.element_ty), mask=mask)
 
 
-def write_level(
-    *,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scratch: torch.Tensor,
-    length: torch.Tensor,
-    queries_per_req: int,
-    has_shared: bool = False,
-) -> None:
+def write_level(key: torch.Tensor, value: torch.Tensor, tail: DraftTail) -> None:
     """Write the level's keys and values as the last ``queries_per_req`` rows of every request's tail; one launch.
 
     Args:
         key: [R * queries_per_req, Hkv, Dh], the requests' rows one after another; the last dimension contiguous.
         value: of the same shape.
-        scratch: [at least R, rows, 2, Hkv, Dh], written; the last dimension contiguous.
-        length: int32 [1] on the device, rows of the tail with this level. Rows outside the scratch are not written.
-        queries_per_req: rows of a request.
-        has_shared: the last of them is written to row 0 of the scratch, and only the others are the tail's last rows.
+        tail: of the level; its scratch is written, but for rows that would lie outside, and its masks are not read.
     """
+    scratch = tail.scratch
     num_queries, num_heads, head_size = key.shape
     assert key.stride(2) == value.stride(2) == scratch.stride(4) == 1
     if num_queries == 0:
@@ -77,29 +76,21 @@ def write_level(
         scratch.stride(1),
         scratch.stride(2),
         scratch.stride(3),
-        length,
+        tail.length,
         scratch.shape[1],
-        queries_per_req,
+        tail.queries_per_req,
         head_size,
-        HAS_SHARED=has_shared,
+        HAS_SHARED=tail.has_shared,
         BLOCK=triton.next_power_of_2(head_size),
         num_warps=1,
     )
 
 
-def write_level_naive(
-    *,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    scratch: torch.Tensor,
-    length: torch.Tensor,
-    queries_per_req: int,
-    has_shared: bool = False,
-) -> None:
+def write_level_naive(key: torch.Tensor, value: torch.Tensor, tail: DraftTail) -> None:
     """:func:`write_level` in plain PyTorch: its truth, and what a CPU runs where kernels are interpreted."""
-    rows = int(length) - queries_per_req + torch.arange(queries_per_req)
-    if has_shared:
+    rows = int(tail.length) - tail.queries_per_req + torch.arange(tail.queries_per_req)
+    if tail.has_shared:
         rows = torch.cat([rows[1:], rows.new_zeros(1)])
-    inside = (rows >= 0) & (rows < scratch.shape[1])
-    level = torch.stack([key, value], dim=1).unflatten(0, (-1, queries_per_req))
-    scratch[: level.shape[0], rows[inside]] = level[:, inside].to(scratch.dtype)
+    inside = (rows >= 0) & (rows < tail.scratch.shape[1])
+    level = torch.stack([key, value], dim=1).unflatten(0, (-1, tail.queries_per_req))
+    tail.scratch[: level.shape[0], rows[inside]] = level[:, inside].to(tail.scratch.dtype)
