@@ -1,5 +1,8 @@
 """The bounds check follows every pointer whose tensor is known, however its offset, mask or type came to be."""
 
+import importlib
+import sys
+
 import pytest
 import torch
 import triton
@@ -156,3 +159,47 @@ def test_what_lies_within_is_let_through():
     everything_kernel[(1,)](x, at, flags, out, N=4)
     assert out.tolist() == [0, 1, 2, 0]
     assert flags.tolist() == [False, False, True, False]
+
+
+HELPERS = """
+import triton
+import triton.language as tl
+
+@triton.jit(noinline=True)
+def fetch(x):
+    return tl.load(x)
+"""
+KERNELS = """
+import triton
+import triton.language as tl
+from copied.inner.helpers import fetch
+
+@triton.jit
+def near_kernel(x, out):
+    tl.store(out, tl.load(x + 4))
+
+@triton.jit
+def far_kernel(x, out):
+    tl.store(out, fetch(x + 4))
+"""
+
+
+def test_a_copy_of_the_source_is_told_of_its_own_files(tmp_path, monkeypatch):
+    # Both copies find one entry in the cache: two clones of a project, or an environment that was made anew.
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    for place in ("first", "second/deeper"):
+        folder = tmp_path / place / "copied"
+        (folder / "inner").mkdir(parents=True)
+        (folder / "kernels.py").write_text(KERNELS)
+        (folder / "inner" / "helpers.py").write_text(HELPERS)
+        with monkeypatch.context() as m:
+            m.syspath_prepend(str(folder.parent))
+            kernels = importlib.import_module("copied.kernels")
+            x, out = torch.zeros(4), torch.zeros(1)
+            for kernel, where in ((kernels.near_kernel, "kernels.py:8"), (kernels.far_kernel, "inner/helpers.py:7")):
+                with pytest.raises(IndexError) as e:
+                    kernel[(1,)](x, out)
+                assert f"{kernel.__name__} ({folder / where}): the load" in str(e.value)
+            for name in [n for n in sys.modules if n.split(".")[0] == "copied"]:
+                del sys.modules[name]
+    assert len(list((tmp_path / "cache").glob("*/*.so"))) == 2

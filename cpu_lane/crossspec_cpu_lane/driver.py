@@ -96,7 +96,9 @@ def make_launcher(source: Any, metadata: Any) -> Callable[..., None]:
     ]
     if translation["faults"]:
         launch.argtypes = [*launch.argtypes, ctypes.c_char_p, ctypes.c_void_p]
-        explained = functools.partial(explain, {**translation, "arguments": arguments.labels})
+        function = getattr(getattr(source, "fn", None), "fn", None)
+        file = function and function.__code__.co_filename
+        explained = functools.partial(explain, {**translation, "arguments": arguments.labels}, file=file)
         space |= {"Report": Report, "extents": extents_of, "explain": explained}
         tensors = f"({''.join(f'{p}, ' for p in arguments.pointers)})"
         lines += [

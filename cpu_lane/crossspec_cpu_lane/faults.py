@@ -3,6 +3,7 @@
 import ctypes
 import struct
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 ANYWHERE = (0, 2**64 - 1)
@@ -42,10 +43,27 @@ def extents_of(tensors: Sequence[Any]) -> bytes:
     return struct.pack(f"@{2 * len(tensors)}Q", *(bound for t in tensors for bound in extent_of(t)))
 
 
-def explain(translation: Mapping[str, Any], report: Report, tensors: Sequence[Any]) -> Exception:
-    """The exception for what a kernel reported."""
+def relocated(where: str, compiled: str | None, file: str | None) -> str:
+    """A place in the source as it is found here, when it was compiled from another copy of the source.
+
+    `compiled` and `file` are the kernel's own file, there and here: the folders above what they have in common are
+    those of the two copies.
+    """
+    if compiled is None or file is None:
+        return where
+    there, here = Path(compiled).parts, Path(file).parts
+    while there and here and there[-1] == here[-1]:
+        there, here = there[:-1], here[:-1]
+    place = Path(where)
+    return str(Path(*here, place.relative_to(Path(*there)))) if place.is_relative_to(Path(*there)) else where
+
+
+def explain(
+    translation: Mapping[str, Any], report: Report, tensors: Sequence[Any], file: str | None = None
+) -> Exception:
+    """The exception for what a kernel reported, whose source is `file` in this process."""
     site = translation["sites"][report.site]
-    place = f"{translation['name']} ({site['where']})"
+    place = f"{translation['name']} ({relocated(site['where'], translation['file'], file)})"
     program = f"program ({', '.join(str(p) for p in report.program)})"
     if site["kind"] == "assertion":
         return AssertionError(f"{place}: {site['text']} ({program})")

@@ -105,6 +105,7 @@ class Function:
     results: list[Type]
     blocks: list[Block]
     public: bool
+    location: str
 
 
 def parse_type(text: str) -> Type:
@@ -242,8 +243,8 @@ class _Reader:
         types = split_types(results[1]) if results else []
         if not line.endswith("{"):
             raise UnsupportedError(f"the function {name} has no body")
-        blocks = self.region()[0]
-        return Function(name, [(n, parse_type(t)) for n, t in args], types, blocks, " public " in line)
+        blocks, _, location = self.region()
+        return Function(name, [(n, parse_type(t)) for n, t in args], types, blocks, " public " in line, location)
 
     def region(self) -> tuple[list[Block], str, str]:
         """The blocks up to the closing brace, the line with that brace, and that line's location."""

@@ -40,6 +40,8 @@ class Translation:
     """`launch` is given the tensors' extents and a report that it may fill."""
     checked: bool
     prints: bool
+    file: str | None
+    """Where the kernel's source was read from. Another copy of the same source finds the same entry in the cache."""
 
     def described(self) -> dict[str, Any]:
         """As JSON can hold it, without the code."""
@@ -85,7 +87,8 @@ def translate(text: str, checked: bool = False) -> Translation:
     ]
     sites = [asdict(s) for s in module.sites]
     names = [n.lstrip("%") for n, _ in entry.args]
-    return Translation(entry.name, "\n".join(code), names, sites, module.faults, checked, module.prints)
+    file = next((file for file, _ in locations.frames(entry.location)), None)
+    return Translation(entry.name, "\n".join(code), names, sites, module.faults, checked, module.prints, file)
 
 
 def operations(blocks: list[Block]) -> list[Op]:
