@@ -8,8 +8,9 @@ from typing import Any
 from shapes import SHAPES, random_router, write_clusters, write_models
 from synthetic_ngrams import write_store
 
-from vllm_crossspec.adaptive.calibration import BinFacts, Calibration, TreeShape, identify, write_calibration
+from vllm_crossspec.adaptive.calibration import BinFacts, Calibration, TreeShape, write_calibration
 from vllm_crossspec.adaptive.heterospec import GAMMAS, AdaptivePolicy, default_alpha, make_policy
+from vllm_crossspec.drafters.identity import identify
 from vllm_crossspec.router.checkpoint import save_router
 
 METHODS = (

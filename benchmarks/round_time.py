@@ -148,7 +148,7 @@ def run_child(options: argparse.Namespace) -> None:
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    from vllm_crossspec.engine.offline import keep_to_one_process
+    from vllm_crossspec.engine.jobs.offline import keep_to_one_process
 
     settings = engine_settings(job["method"], job["models"], options)
     if current_platform.is_cpu():  # compiling for the CPU says nothing about a GPU, nor does a worker's own process

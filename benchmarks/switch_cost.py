@@ -54,7 +54,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def time_calls(call: Any, device: torch.device, repeats: int) -> float:
     """Median milliseconds of ``call()``: on a GPU of its stream, as the host feeds it."""
-    from vllm_crossspec.engine.load import StepClock
+    from vllm_crossspec.engine.startup.clock import StepClock
 
     for _ in range(NUM_WARM_UPS):
         call()
@@ -96,7 +96,7 @@ def router_call(host: Any, policy: str, num_reqs: int) -> Any:
 @torch.inference_mode()
 def measure(worker: Any, job: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs in the worker: the rows of the document."""
-    from vllm_crossspec.engine import load
+    from vllm_crossspec.engine.startup import step_costs as load
 
     runner, repeats = worker.model_runner, job["repeats"]
     host, device = runner.speculator, runner.device
@@ -144,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    from vllm_crossspec.engine.offline import keep_to_one_process
+    from vllm_crossspec.engine.jobs.offline import keep_to_one_process
 
     settings = round_time.engine_settings(METHOD, model_folders(options, folder), options)
     if current_platform.is_cpu():

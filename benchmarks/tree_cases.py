@@ -101,7 +101,7 @@ def on_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
 
 def commit_cases(batch_size: int, shape: Shape, options: argparse.Namespace) -> Iterator[Case]:
     """The accepted path's K and V of all layers, its states and its ids moved to the front."""
-    from vllm_crossspec.commit import kernels, naive
+    from vllm_crossspec.kv_compaction import kernels, naive
 
     step, width = make_step(batch_size, 128, options), options.nodes + 1
     moved = {k: getattr(step, k) for k in ("query_start_loc", "cu_num_logits", "num_sampled", "path")}

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_crossspec.adaptive.calibration import identify
+from vllm_crossspec.drafters.identity import identify
 
 EAGLE3_LAYER = "midlayer."
 

@@ -116,7 +116,7 @@ def penalize_rows_before(worker: Any) -> None:
 
 def sample_in_chunks(worker: Any) -> None:
     """Not a break: logits are sampled by few requests at once, as where all rows' would take too much memory."""
-    import vllm_crossspec.engine.verifier as module
+    import vllm_crossspec.engine.verification.sampler as module
 
     _replace(worker, module, "get_max_chunk_logits", lambda original: lambda vocab_size: 60)
 

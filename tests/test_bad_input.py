@@ -12,8 +12,8 @@ import engines
 import pytest
 from servers import command
 
-from vllm_crossspec.engine import compat
 from vllm_crossspec.engine.requests import check_request
+from vllm_crossspec.engine.vllm_api import check as compat
 
 pytestmark = pytest.mark.e2e
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -247,7 +247,7 @@ def test_pipeline_parallelism_is_refused():
 
 
 def test_ranks_that_would_route_apart_are_refused():
-    from vllm_crossspec.engine.bridge import unsupported_features
+    from vllm_crossspec.engine.frontend.refuse import unsupported_features
 
     config = config_of(whiflash())
     assert unsupported_features(config) == []

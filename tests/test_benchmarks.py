@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import vllm_crossspec
-from vllm_crossspec.adaptive.heterospec import load_policy
+from vllm_crossspec.adaptive.calibration import load_policy
 from vllm_crossspec.config import AdaptiveConfig
 from vllm_crossspec.config_parsing import is_ours, parse
 from vllm_crossspec.drafters.checkpoint import check_drafter

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hopper import compile_in_subprocess
 
-from vllm_crossspec.commit import kernels, naive
+from vllm_crossspec.kv_compaction import kernels, naive
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -7777

@@ -2,7 +2,7 @@
 
 from vllm.platforms import current_platform
 
-from vllm_crossspec.engine import compat
+from vllm_crossspec.engine.vllm_api import check as compat
 
 
 def test_on_a_gpu_no_module_of_the_cpu_is_imported(monkeypatch):

@@ -18,13 +18,12 @@ from vllm_crossspec.adaptive import cart, rounds
 from vllm_crossspec.adaptive.calibration import (
     BinFacts,
     Calibration,
-    Identity,
     TreeShape,
     check_calibration,
-    identify,
     read_calibration,
     write_calibration,
 )
+from vllm_crossspec.drafters.identity import Identity, identify
 
 KEY = "speculative_config.adaptive.model"
 TREE = TreeShape(8, 10, 60)

@@ -27,7 +27,8 @@ def calibration_file(
     folder: Path, thresholds: tuple[float, ...], tree: dict[str, int] = TREE, drafter: Path = engines.EAGLE3
 ) -> str:
     """A calibration for the pocket models and these bins, as the command would have written it."""
-    from vllm_crossspec.adaptive.calibration import BinFacts, Calibration, TreeShape, identify, write_calibration
+    from vllm_crossspec.adaptive.calibration import BinFacts, Calibration, TreeShape, write_calibration
+    from vllm_crossspec.drafters.identity import identify
 
     path = folder / "calibration.json"
     facts = BinFacts(mean_rank=1.0, num_paths=1, num_rounds=1, mean_accepted=1.0)

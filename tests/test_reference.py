@@ -178,7 +178,7 @@ def test_context_keys_are_normed_with_each_layers_own_weights():
     """What the comparison with z-lab found: vLLM's CPU kernel takes the first layer's weights for all layers."""
     from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
 
-    from vllm_crossspec.engine.cpu import mend_context_norm
+    from vllm_crossspec.engine.cpu_patches import mend_context_norm
 
     if not torch.cuda.is_available():
         mend_context_norm()

@@ -9,7 +9,8 @@ import pytest
 import torch
 from test_whiflash import spec
 
-from vllm_crossspec.engine import load, round_costs
+from vllm_crossspec.engine.startup import round_costs
+from vllm_crossspec.engine.startup import step_costs as load
 from vllm_crossspec.router.base import RouterSettings
 
 

@@ -113,14 +113,14 @@ def settings(**tree):
 
 
 def resolved(can_measure, **tree):
-    from vllm_crossspec.engine.bridge import resolve_schedules
+    from vllm_crossspec.engine.frontend.schedule import resolve_schedules
 
     return resolve_schedules(settings(**tree), can_measure)
 
 
 @pytest.mark.parametrize("tree", [{}, {"by_batch_size": "auto"}])
 def test_a_tree_is_measured_where_that_is_possible(tree):
-    from vllm_crossspec.engine.bridge import draft_schedule
+    from vllm_crossspec.engine.vllm_api.speculative import draft_schedule
 
     measured = resolved(True, **tree)
     assert measured.measures_load
@@ -130,7 +130,7 @@ def test_a_tree_is_measured_where_that_is_possible(tree):
 
 
 def test_a_schedule_of_the_users_own_wins():
-    from vllm_crossspec.engine.bridge import draft_schedule
+    from vllm_crossspec.engine.vllm_api.speculative import draft_schedule
 
     own = resolved(True, by_batch_size={"1": 60, "8": 0})
     assert not own.measures_load
@@ -138,7 +138,7 @@ def test_a_schedule_of_the_users_own_wins():
 
 
 def test_a_chain_is_measured_only_where_asked_for():
-    from vllm_crossspec.engine.bridge import resolve_schedules
+    from vllm_crossspec.engine.frontend.schedule import resolve_schedules
 
     for tree, expected in (({"type": "chain"}, None), ({"type": "chain", "by_batch_size": "auto"}, "auto")):
         chain = parse({"method": "eagle3", "model": "m", "tree": tree}, {"method", "model"})
@@ -174,7 +174,7 @@ def vllm_config(own, schedule=((1, 1, 60),)):
 
 
 def test_the_schedule_is_in_vllms_config_before_the_scheduler_is_made():
-    from vllm_crossspec.engine.load import Cost, use_measured_schedule
+    from vllm_crossspec.engine.startup.step_costs import Cost, use_measured_schedule
 
     config = vllm_config(resolved(True))
     table = {w: {n: Cost(s, 1e-3) for n, s in row.items()} for w, row in costs(waits_then_computes).items()}
@@ -190,7 +190,7 @@ def test_the_schedule_is_in_vllms_config_before_the_scheduler_is_made():
     ids=["none wanted", "vLLM has dropped it"],
 )
 def test_without_a_schedule_nobody_is_asked(config):
-    from vllm_crossspec.engine.load import use_measured_schedule
+    from vllm_crossspec.engine.startup.step_costs import use_measured_schedule
 
     use_measured_schedule(mock.Mock(side_effect=AssertionError), config)
 
@@ -198,7 +198,8 @@ def test_without_a_schedule_nobody_is_asked(config):
 @pytest.mark.e2e
 def test_an_engine_measures_its_steps_and_follows_the_outcome(monkeypatch):
     """Dummy steps of every width run for real; their times, which mean nothing on a CPU, are replaced."""
-    from vllm_crossspec.engine import bridge, load
+    from vllm_crossspec.engine.frontend import build
+    from vllm_crossspec.engine.startup import step_costs as load
 
     timed, time_step = {}, load.time_step
 
@@ -206,7 +207,7 @@ def test_an_engine_measures_its_steps_and_follows_the_outcome(monkeypatch):
         timed[width, num_reqs] = time_step(runner, num_reqs, width)
         return load.Cost(step=1.0 if num_reqs * (width + 1) <= 9 else 10.0, draft=0.1)
 
-    monkeypatch.setattr(bridge, "can_measure", lambda parallel_config: True)
+    monkeypatch.setattr(build, "can_measure", lambda parallel_config: True)
     monkeypatch.setattr(load, "time_step", pretend)
     monkeypatch.setattr(load, "REPEATS", 1)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

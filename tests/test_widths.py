@@ -8,7 +8,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from vllm_crossspec.engine.widths import ManyWidths, captured_query_len, cut_drafts
+from vllm_crossspec.engine.features.adaptive import cut_drafts
+from vllm_crossspec.engine.graphs.widths import ManyWidths, captured_query_len
 
 
 def planned(**drafted):

@@ -289,3 +289,19 @@ class CrossSpecConfig(Settings):
     def max_depth(self) -> int:
         """Most tokens that one round can accept, the bonus token not included."""
         return max(d.max_depth for d in self.drafters.values())
+
+
+_last: tuple[Any, CrossSpecConfig] | None = None
+"""The settings that were read last, behind what they were read from: they are asked for with every request."""
+
+
+def settings_of(vllm_config: Any) -> CrossSpecConfig | None:
+    """Our resolved settings, as they ride in ``additional_config``; None where there are none."""
+    global _last
+    additional = getattr(vllm_config, "additional_config", None)
+    if not isinstance(additional, Mapping) or ADDITIONAL_CONFIG_KEY not in additional:
+        return None
+    given = additional[ADDITIONAL_CONFIG_KEY]
+    if _last is None or _last[0] is not given:
+        _last = given, CrossSpecConfig(**given)
+    return _last[1]

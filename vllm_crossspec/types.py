@@ -4,15 +4,11 @@ Shape legend: R requests of the batch, S request slots of the engine, T target t
 K draft tokens of a request.
 """
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
-
-if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
-    from vllm_crossspec.config import AdaptiveConfig, HeadConfig, NgramConfig, TreeConfig
 
 
 class StepInputs(NamedTuple):
@@ -77,9 +73,9 @@ class Sizing(NamedTuple):
 
     phi: torch.Tensor
     depths: torch.Tensor
-    bins: "npt.NDArray[np.int64]"
-    widths: "npt.NDArray[np.int32]"
-    extensions: "npt.NDArray[np.int64]"
+    bins: npt.NDArray[np.int64]
+    widths: npt.NDArray[np.int32]
+    extensions: npt.NDArray[np.int64]
 
 
 class Candidates(NamedTuple):
@@ -94,39 +90,6 @@ class Candidates(NamedTuple):
     tokens: torch.Tensor | None = None
     tree: TokenTree | None = None
     sizing: Sizing | None = None
-
-
-class DraftSettings(NamedTuple):
-    """What the engine wants of a drafter's drafts.
-
-    Attributes:
-        num_nodes: N, draft tokens that the engine verifies of a request; rows of the proposer's trees are as wide.
-        num_rows: most rows of a request in the target's step: the root, the draft nodes, and contemplate rows.
-        tree_nodes: most nodes of this drafter's trees; None for a chain.
-        top_k: children of a node (dynamic) or candidates at a position (best_first, continuity); None for a chain.
-        depth: K, deepest level.
-        is_coupled: whether candidates are ranked with the target's noise for sampled requests.
-        max_accepted: most draft tokens of a round that can be accepted, whichever drafter's they are.
-        from_one_row: whether a round starts from one row a request, the last accepted token, what came before it
-            being in the cache already; if not, from all rows that the target verified.
-        tree: all of the user's tree settings; None for a chain.
-        ngram: and of the n-gram store; None without one.
-        head: of the output layer; None for the checkpoint's own.
-        adaptive: of what sizes trees by request and round; None: all are the same.
-    """
-
-    num_nodes: int
-    num_rows: int
-    tree_nodes: int | None
-    top_k: int | None
-    depth: int
-    is_coupled: bool
-    max_accepted: int
-    from_one_row: bool = False
-    tree: "TreeConfig | None" = None
-    ngram: "NgramConfig | None" = None
-    head: "HeadConfig | None" = None
-    adaptive: "AdaptiveConfig | None" = None
 
 
 class TargetFacts(NamedTuple):
@@ -166,3 +129,15 @@ class DrafterFacts(NamedTuple):
     max_draft_tokens: int | None
     default_draft_tokens: int
     mask_token_id: int | None
+
+
+class Futures(NamedTuple):
+    """What the target foresees of every request for its drafter (ConFu, section 3.1).
+
+    Attributes:
+        states: [S, H] by request slot.
+        present: int32 [S] 1 where there is one.
+    """
+
+    states: torch.Tensor
+    present: torch.Tensor

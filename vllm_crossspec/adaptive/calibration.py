@@ -5,7 +5,6 @@ drafter's entropies (HeteroSpec, section 4.1), and the ranks that the bins are c
 its nodes (section 4.2). Each is written into the file, and :func:`check_calibration` refuses any other.
 """
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -14,18 +13,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_crossspec.adaptive.heterospec import AdaptivePolicy, make_policy
-from vllm_crossspec.config import DrafterConfig
+from vllm_crossspec.adaptive.heterospec import AdaptivePolicy, flat_policy, make_policy
+from vllm_crossspec.config import AdaptiveConfig, CrossSpecConfig, DrafterConfig
+from vllm_crossspec.drafters.identity import Identity, known_model
 
 FORMAT_VERSION = 1
 MAX_THRESHOLDS = 7
 """Of a regression tree of depth 3."""
 REMEDY = "make one with `crossspec calibrate heterospec`"
-
-_VOLATILE_KEYS = ("_name_or_path", "transformers_version")
-"""Of a config.json: they change when a checkpoint is copied or saved again, and the model does not."""
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
-_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 class TreeShape(NamedTuple):
@@ -37,26 +32,6 @@ class TreeShape(NamedTuple):
 
     def __str__(self) -> str:
         return f"depth {self.depth}, top_k {self.top_k}, num_nodes {self.num_nodes}"
-
-
-class Identity(NamedTuple):
-    """Which model a file is about, whatever its folder is called.
-
-    Attributes:
-        name: of its folder or repository, for messages only.
-        config: SHA-256 of what its config.json says.
-        weights: SHA-256 of the size and of samples of its weight files; None where they are not in a local folder.
-    """
-
-    name: str
-    config: str
-    weights: str | None
-
-    def is_same(self, other: "Identity") -> bool:
-        """Whether both are the same model, as far as both know their weights."""
-        if self.config != other.config:
-            return False
-        return self.weights is None or other.weights is None or self.weights == other.weights
 
 
 class BinFacts(NamedTuple):
@@ -114,84 +89,6 @@ class Calibration:
 
 
 # -- which model ----------------------------------------------------------------------------------------------
-
-
-def identify(model: str, key: str, revision: str | None = None) -> Identity:
-    """What a model is known by.
-
-    Args:
-        model: local folder or hub id.
-        key: of the setting that named it, for messages.
-        revision: of a hub repository.
-
-    Returns:
-        Hashes that stay when a folder is renamed, moved or linked, and change with the model: of the config.json, and
-        of the weights' sizes and 64 samples of 4 KiB of each file, where the files are at hand.
-
-    Raises:
-        ValueError: there is no such model, or its config.json cannot be read.
-    """
-    from vllm_crossspec.drafters.checkpoint import read_config  # transformers takes seconds to import
-
-    config = read_config(model, key, revision)
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        folder = _cached_folder(model, revision) or folder
-    kept = {name: value for name, value in config.items() if name not in _VOLATILE_KEYS}
-    canonical = json.dumps(kept, sort_keys=True, separators=(",", ":"))
-    return Identity(_short_name(model), hashlib.sha256(canonical.encode()).hexdigest(), _weights_hash(folder))
-
-
-def known_model(model: str, revision: str | None = None) -> Identity | None:
-    """As :func:`identify`; None where there is no config.json (a single weights file, an object store)."""
-    try:
-        return identify(model, "", revision)
-    except ValueError:
-        return None
-
-
-def _cached_folder(model: str, revision: str | None) -> Path | None:
-    """Where the hub's client keeps the files of a repository, if it has them."""
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(model, "config.json", revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
-
-
-def _short_name(model: str) -> str:
-    """The hub id, or the folder's name: nobody else has the rest of its path."""
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        return model
-    for part in folder.resolve().parts:
-        if part.startswith("models--"):  # the hub client's cache: models--ORG--NAME/snapshots/COMMIT
-            return part.removeprefix("models--").replace("--", "/")
-    return folder.resolve().name
-
-
-def _weights_hash(folder: Path) -> str | None:
-    """None where the folder has no weights."""
-    if not folder.is_dir():
-        return None
-    indices = sorted(folder.glob("*.safetensors.index.json"))
-    if indices:
-        named = {name for index in indices for name in json.loads(index.read_text())["weight_map"].values()}
-        files = [folder / name for name in named]
-    else:
-        files = next((found for suffix in _WEIGHT_SUFFIXES if (found := sorted(folder.glob(f"*{suffix}")))), [])
-    if not files or not all(file.is_file() for file in files):
-        return None
-    return hashlib.sha256("".join(sorted(map(_file_hash, files))).encode()).hexdigest()
-
-
-def _file_hash(path: Path) -> str:
-    size = path.stat().st_size
-    digest = hashlib.sha256(str(size).encode())
-    with path.open("rb") as file:
-        for i in range(_SAMPLES + 1):
-            file.seek(i * max(size - _SAMPLE_BYTES, 0) // _SAMPLES)
-            digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 # -- the file -------------------------------------------------------------------------------------------------
@@ -344,3 +241,31 @@ def check_drafter_calibration(drafter: DrafterConfig, target: Identity | None, k
         tree=TreeShape(tree.depth, tree.top_k, tree.num_nodes),
         key=key,
     )
+
+
+def load_policy(adaptive: AdaptiveConfig, num_nodes: int, key: str = "speculative_config.adaptive") -> AdaptivePolicy:
+    """The policy that these settings ask for.
+
+    Args:
+        adaptive: the settings; where ``model`` names a calibration, it is read.
+        num_nodes: N of the drafter's tree.
+        key: of the settings, for messages.
+
+    Raises:
+        ValueError: one sentence, where there is no such file, or it is no calibration.
+    """
+    if adaptive.type == "record":
+        return flat_policy(num_nodes)
+    if adaptive.model is None:
+        raise ValueError(f"{key}.model must name a calibration; make one with `crossspec calibrate heterospec`")
+    return read_calibration(adaptive.model, f"{key}.model").policy(adaptive.max_extension)
+
+
+def policies(settings: CrossSpecConfig) -> dict[str, AdaptivePolicy]:
+    """How each drafter's trees are sized, by name; those whose trees are all the same are left out."""
+    found = {}
+    for name, drafter in settings.drafters.items():
+        if drafter.adaptive is not None and drafter.adaptive.type != "record":
+            assert drafter.tree.num_nodes is not None
+            found[name] = load_policy(drafter.adaptive, drafter.tree.num_nodes)
+    return found

@@ -6,10 +6,7 @@ Where the drafter is sure of itself the tree grows deeper and fewer of its nodes
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
-
-if TYPE_CHECKING:
-    from vllm_crossspec.config import AdaptiveConfig
+from typing import NamedTuple
 
 GAMMAS = (0.3, 0.6, 1.0)
 """Share of the nodes that the low bins keep, by bin (section 4.3)."""
@@ -86,23 +83,3 @@ def make_policy(
 def flat_policy(num_nodes: int) -> AdaptivePolicy:
     """All trees are the same; what is left is Phi."""
     return AdaptivePolicy((), (0,), (num_nodes,))
-
-
-def load_policy(adaptive: "AdaptiveConfig", num_nodes: int, key: str = "speculative_config.adaptive") -> AdaptivePolicy:
-    """The policy that these settings ask for.
-
-    Args:
-        adaptive: the settings; where ``model`` names a calibration, it is read.
-        num_nodes: N of the drafter's tree.
-        key: of the settings, for messages.
-
-    Raises:
-        ValueError: one sentence, where there is no such file, or it is no calibration.
-    """
-    if adaptive.type == "record":
-        return flat_policy(num_nodes)
-    from vllm_crossspec.adaptive.calibration import read_calibration  # which builds on this module
-
-    if adaptive.model is None:
-        raise ValueError(f"{key}.model must name a calibration; make one with `crossspec calibrate heterospec`")
-    return read_calibration(adaptive.model, f"{key}.model").policy(adaptive.max_extension)

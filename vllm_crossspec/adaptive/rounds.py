@@ -14,14 +14,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save_file
 
-from vllm_crossspec.adaptive.calibration import Identity, TreeShape
+from vllm_crossspec.adaptive.calibration import TreeShape
+from vllm_crossspec.drafters.identity import Identity
 
 FORMAT_VERSION = 1
 INDEX_FILE, SHARD_PATTERN = "rounds.json", "shard-*.safetensors"
 NAMES = ("phi", "path", "depth", "size", "text")
 
 Steps = Sequence[tuple[Sequence[str], bytes]]
-"""What the engine hands out: request ids, and tensors (see ``engine.phi_recorder``)."""
+"""What the engine hands out: request ids, and tensors (see ``engine.features.rounds``)."""
 
 
 class RoundsFacts(NamedTuple):

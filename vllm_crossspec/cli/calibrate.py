@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from vllm_crossspec.adaptive.rounds import Rounds
     from vllm_crossspec.cli.runner import Prompt
 
-MODULE = "vllm_crossspec.engine.collect_rounds"
+MODULE = "vllm_crossspec.engine.jobs.rounds"
 DEFAULT_METHOD = "eagle3-tree"
 
 

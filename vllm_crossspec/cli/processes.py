@@ -1,8 +1,8 @@
 """Processes that engines run in: started anew, or forked from one that has imported vLLM already.
 
 Importing vLLM takes ten seconds of a processor, starting an engine with a small model less than one. So on a machine
-without a GPU the first engine starts a server of forks (:mod:`vllm_crossspec.engine.forks`), and every later one begins
-where it left off. Nothing here imports vLLM.
+without a GPU the first engine starts a server of forks (:mod:`vllm_crossspec.engine.jobs.forks`), and every later one
+begins where it left off. Nothing here imports vLLM.
 """
 
 import importlib.util
@@ -22,8 +22,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-CHILD_MODULE = "vllm_crossspec.engine.offline"
-PRELOADED = "vllm_crossspec.engine.preload"
+CHILD_MODULE = "vllm_crossspec.engine.jobs.offline"
+PRELOADED = "vllm_crossspec.engine.jobs.preload"
 CHILD_DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -183,7 +183,7 @@ def _fork(
 ) -> EngineProcess:
     from multiprocessing.connection import Connection
 
-    from vllm_crossspec.engine import forks
+    from vllm_crossspec.engine.jobs import forks
 
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([PRELOADED])

@@ -1,7 +1,7 @@
 """Runs engines, each in a process of its own, and turns what they did into rows of one table.
 
 The commands `demo` and `bench` share it. Nothing here imports vLLM: the process that does is
-:mod:`vllm_crossspec.engine.offline`, and the two talk through a job file and a pipe of JSON lines.
+:mod:`vllm_crossspec.engine.jobs.offline`, and the two talk through a job file and a pipe of JSON lines.
 """
 
 import itertools

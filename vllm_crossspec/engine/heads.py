@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.noise import add_candidate_noise, add_target_noise
 from vllm_crossspec.heads.flashhead.check import check_fingerprint, head_assets
 from vllm_crossspec.heads.flashhead.head import FlashHead
-from vllm_crossspec.types import DraftSettings
 
 
 class TargetKeys(NamedTuple):

@@ -22,11 +22,11 @@ def install() -> None:
     global _installed
     if _installed:
         return
-    from vllm_crossspec.engine import compat
+    from vllm_crossspec.engine.vllm_api import check
 
-    compat.require()
+    check.require()
     if triton.knobs.runtime.interpret:
-        from vllm_crossspec.engine.cpu import mend
+        from vllm_crossspec.engine.cpu_patches import mend
 
         mend()
     _register_models()
@@ -64,15 +64,15 @@ def _update_confu(config_dict: dict[str, Any], pre_trained_config: dict[str, Any
 def _hook_speculative_config() -> None:
     from vllm.engine.arg_utils import EngineArgs
 
-    from vllm_crossspec.engine import bridge
+    from vllm_crossspec.engine.frontend import build
 
     original = EngineArgs.create_speculative_config
 
     @functools.wraps(original)
     def create_speculative_config(self: Any, target_model_config: Any, target_parallel_config: Any) -> Any:
         with _one_sentence_on_the_command_line():
-            if bridge.is_ours(self):
-                return bridge.build(self, target_model_config, target_parallel_config)
+            if build.is_ours(self):
+                return build.build(self, target_model_config, target_parallel_config)
         return original(self, target_model_config, target_parallel_config)
 
     EngineArgs.create_speculative_config = create_speculative_config  # type: ignore[method-assign]
@@ -102,22 +102,22 @@ def _runs_vllms_command() -> bool:
 def _hook_init_speculator() -> None:
     import vllm.v1.worker.gpu.spec_decode as package
 
-    from vllm_crossspec.engine.bridge import settings_of
+    from vllm_crossspec.config import settings_of
 
     original = package.init_speculator
 
     @functools.wraps(original)
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
         if device.type == "cpu":
-            from vllm_crossspec.engine.cpu import mend_context_norm
+            from vllm_crossspec.engine.cpu_patches import mend_context_norm
 
             mend_context_norm()
         settings = settings_of(vllm_config)
         if settings is None:
             return original(vllm_config, device, req_states)
-        from vllm_crossspec.engine.host import host_class
+        from vllm_crossspec.engine.speculators.registry import speculator_class
 
-        return host_class(settings)(vllm_config, device, req_states)
+        return speculator_class(settings)(vllm_config, device, req_states)
 
     package.init_speculator = init_speculator
     # The runner imports the function by name; where it is loaded already, its own name must change too.
@@ -129,19 +129,20 @@ def _hook_init_speculator() -> None:
 def _hook_unsupported_features() -> None:
     from vllm.config.vllm import VllmConfig
 
-    from vllm_crossspec.engine import bridge
+    from vllm_crossspec.config import settings_of
+    from vllm_crossspec.engine.frontend import refuse
 
     original_v1 = VllmConfig._get_v1_model_runner_unsupported_features
     original_v2 = VllmConfig._get_v2_model_runner_unsupported_features
 
     @functools.wraps(original_v1)
     def v1_features(self: Any) -> list[str]:
-        extra = [bridge.V1_REFUSAL] if bridge.settings_of(self) is not None else []
+        extra = [refuse.V1_REFUSAL] if settings_of(self) is not None else []
         return [*original_v1(self), *extra]
 
     @functools.wraps(original_v2)
     def v2_features(self: Any) -> list[str]:
-        return [*original_v2(self), *bridge.unsupported_features(self)]
+        return [*original_v2(self), *refuse.unsupported_features(self)]
 
     VllmConfig._get_v1_model_runner_unsupported_features = v1_features  # type: ignore[method-assign]
     VllmConfig._get_v2_model_runner_unsupported_features = v2_features  # type: ignore[method-assign]
@@ -150,14 +151,14 @@ def _hook_unsupported_features() -> None:
 def _hook_request_validation() -> None:
     from vllm.v1.engine.input_processor import InputProcessor
 
-    from vllm_crossspec.engine import bridge
+    from vllm_crossspec.config import settings_of
 
     original = InputProcessor._validate_params
 
     @functools.wraps(original)
     def validate_params(self: Any, params: Any, supported_tasks: Any) -> Any:
         result = original(self, params, supported_tasks)
-        if bridge.settings_of(self.vllm_config) is not None:
+        if settings_of(self.vllm_config) is not None:
             from vllm_crossspec.engine.requests import check_request
 
             check_request(params)
@@ -176,10 +177,10 @@ def _hook_engine_core() -> None:
     @functools.wraps(original)
     def initialize_kv_caches(self: Any, vllm_config: Any) -> Any:
         kv_cache_config = original(self, vllm_config)
-        from vllm_crossspec.engine.bridge import settings_of
+        from vllm_crossspec.config import settings_of
 
         if settings_of(vllm_config) is not None:
-            from vllm_crossspec.engine.load import use_measured_schedule
+            from vllm_crossspec.engine.startup.step_costs import use_measured_schedule
 
             use_measured_schedule(self.collective_rpc, vllm_config)
         return kv_cache_config
@@ -221,15 +222,15 @@ def _add_worker_methods() -> None:
         return None if stats is None else stats()
 
     def crossspec_take_records(self: Any) -> list[tuple[list[str], bytes]]:
-        """What every drafter drafted since the last call (see ``engine.recorder``); policy "record" only."""
+        """What every drafter drafted since the last call (``engine.speculators.recording``); policy "record" only."""
         return self.model_runner.speculator.take_records()
 
     def crossspec_take_rounds(self: Any) -> list[tuple[list[str], bytes]]:
-        """What became of every tree since the last call (see ``engine.phi_recorder``); adaptive type "record" only."""
+        """What became of every tree since the last call (``engine.features.rounds``); adaptive type "record" only."""
         return self.model_runner.round_recorder.take()
 
     def crossspec_step_costs(self: Any) -> Any:
-        """What steps cost by draft tokens and running requests (see ``engine.load``)."""
+        """What steps cost by draft tokens and running requests (see ``engine.startup.step_costs``)."""
         return self.model_runner.measured_step_costs()
 
     WorkerBase.crossspec_stats = crossspec_stats  # type: ignore[attr-defined]

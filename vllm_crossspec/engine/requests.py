@@ -9,6 +9,9 @@ from vllm_crossspec.tree.state import CHAIN, NOTHING, TREE
 EXTRA_ARGUMENT = "crossspec"
 """Key of a request's extra arguments (``SamplingParams.extra_args``, ``vllm_xargs`` over HTTP)."""
 
+WARM_UP_REQUESTS = ("_warmup_", "_v2_mixed_warmup")
+"""Beginnings of the names of requests that vLLM itself makes up to compile its kernels, before it captures graphs."""
+
 MODES = {"tree": TREE, "chain": CHAIN, "off": NOTHING}
 
 

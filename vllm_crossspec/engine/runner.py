@@ -13,7 +13,18 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.spec_decode.utils import DraftTokensHandler
 
-from vllm_crossspec.commit.kernels import (
+from vllm_crossspec.config import settings_of
+from vllm_crossspec.engine.attention import base
+from vllm_crossspec.engine.features.adaptive import cut_drafts
+from vllm_crossspec.engine.features.contemplate import Contemplation, contemplate_for, num_soft_prompts
+from vllm_crossspec.engine.features.rounds import make_recorder
+from vllm_crossspec.engine.graphs import widths
+from vllm_crossspec.engine.requests import draft_mode
+from vllm_crossspec.engine.speculators.routed import RoutedHost
+from vllm_crossspec.engine.startup import round_costs, step_costs
+from vllm_crossspec.engine.verification.penalties import TreePenalties
+from vllm_crossspec.engine.verification.sampler import MatchVerifier
+from vllm_crossspec.kv_compaction.kernels import (
     MAX_TENSORS,
     KVLayers,
     compact_kv,
@@ -21,14 +32,6 @@ from vllm_crossspec.commit.kernels import (
     make_kv_layers,
     restore_rows,
 )
-from vllm_crossspec.engine import load, round_costs, widths
-from vllm_crossspec.engine.attention import base
-from vllm_crossspec.engine.bridge import settings_of
-from vllm_crossspec.engine.contemplation import Contemplation, contemplate_for, num_soft_prompts
-from vllm_crossspec.engine.phi_recorder import make_recorder
-from vllm_crossspec.engine.requests import draft_mode
-from vllm_crossspec.engine.routing import RoutedHost
-from vllm_crossspec.engine.verifier import MatchVerifier, TreePenalties
 from vllm_crossspec.tree.state import NOTHING, TREE, TreeState
 from vllm_crossspec.verify.rows import prepare_rows
 from vllm_crossspec.verify.walk import last_rows
@@ -89,7 +92,7 @@ class MatchRunner:
         self._logits: torch.Tensor | None = None
         self._last_rows = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         self._sampling = False
-        self._step_costs: load.StepTable | None = None
+        self._step_costs: step_costs.StepTable | None = None
         self._kv_layers: KVLayers | None = None
         self._has_drafts = self._chains_only = False
         self._adapts = settings.adapts
@@ -196,10 +199,10 @@ class MatchRunner:
             if num_reqs <= self.max_num_reqs and num_tokens <= self.max_num_tokens:
                 self._dummy_run(num_tokens, uniform_decode=True, skip_eplb=True)
 
-    def measured_step_costs(self) -> load.StepTable | None:
+    def measured_step_costs(self) -> step_costs.StepTable | None:
         """What steps cost, measured at the first call; None where the schedule does not depend on it."""
-        if self._step_costs is None and load.is_wanted(self.vllm_config):
-            self._step_costs = load.measure(self)
+        if self._step_costs is None and step_costs.is_wanted(self.vllm_config):
+            self._step_costs = step_costs.measure(self)
         return self._step_costs
 
     # -- the step ---------------------------------------------------------------------------------------------
@@ -208,7 +211,7 @@ class MatchRunner:
         """The step with as many draft rows of each request as its tree has nodes."""
         if self._adapts and not dummy_run:
             new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
-            scheduler_output = widths.cut_drafts(
+            scheduler_output = cut_drafts(
                 scheduler_output, lambda req_id: None if req_id in new else self._width_of(req_id)
             )
         return super().execute_model(scheduler_output, *arguments, dummy_run=dummy_run, **options)  # type: ignore[misc]

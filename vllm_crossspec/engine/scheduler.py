@@ -10,7 +10,7 @@ from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_crossspec.engine.bridge import settings_of
+from vllm_crossspec.config import settings_of
 from vllm_crossspec.engine.requests import opted_out
 
 

@@ -2,9 +2,6 @@
 
 from typing import Any
 
-GPU_WORKER = f"{__name__}.MatchWorker"
-CPU_WORKER = f"{__name__}.MatchCPUWorker"
-
 
 def _gpu_worker() -> type:
     from vllm.v1.worker.gpu.model_runner import GPUModelRunner

@@ -22,10 +22,10 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
 from transformers import DynamicCache
 
-from vllm_crossspec.adaptive.calibration import Identity, identify
 from vllm_crossspec.devices import choose_device
 from vllm_crossspec.drafters.confu.checkpoint import ARCHITECTURE, MODEL_TYPE
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
+from vllm_crossspec.drafters.identity import Identity, identify
 from vllm_crossspec.training import eagle3
 from vllm_crossspec.training.acceptance import measure
 from vllm_crossspec.training.blocks import rotate, write_drafter

@@ -25,7 +25,7 @@ NO_TOKEN = -2
 """Stands for a token past the end of a text; dead draft nodes are -1, so that nothing equals it."""
 
 Steps = Sequence[tuple[Sequence[str], bytes]]
-"""What the engine's record mode hands out: request ids, and tensors (see ``engine.recorder``)."""
+"""What the engine's record mode hands out: request ids, and tensors (see ``engine.speculators.recording``)."""
 
 
 class Facts(NamedTuple):

@@ -7,8 +7,8 @@ layer of that target's attention, and mean nothing to another one.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from vllm_crossspec.adaptive.calibration import Identity, known_model
 from vllm_crossspec.drafters.checkpoint import layer_config, proposal_tokens, read_config, require
+from vllm_crossspec.drafters.identity import Identity, known_model
 from vllm_crossspec.types import DrafterFacts, TargetFacts
 
 ARCHITECTURE = "ConfuSpeculator"

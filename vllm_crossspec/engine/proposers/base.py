@@ -1,6 +1,5 @@
 """The interface that every drafter of this project fits."""
 
-import copy
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -8,8 +7,9 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
+from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.heads import DraftHead, TargetKeys, make_head
-from vllm_crossspec.types import Candidates, DraftSettings, StepInputs, TokenTree
+from vllm_crossspec.types import Candidates, StepInputs, TokenTree
 
 
 class Proposer(ABC):
@@ -187,14 +187,6 @@ class HeadSampling:
             )
         coupling = self.coupling(idx_mapping, sample_src_positions, temperature, seeds)  # type: ignore[attr-defined]
         return self.head.choose(hidden_states, coupling)  # type: ignore[attr-defined]
-
-
-def without_schedule(vllm_config: VllmConfig) -> VllmConfig:
-    """The config without draft lengths by batch size, for CUDA graphs of passes whose width does not follow them."""
-    own = copy.copy(vllm_config)
-    own.speculative_config = copy.copy(vllm_config.speculative_config)
-    own.speculative_config.num_speculative_tokens_per_batch_size = None
-    return own
 
 
 def empty_tree(num_reqs: int, num_nodes: int, device: torch.device) -> TokenTree:

@@ -7,11 +7,11 @@ import torch
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 
-from vllm_crossspec.engine.contemplation import Contemplation
+from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.proposers.eagle3_tree import Eagle3TreeProposer
 from vllm_crossspec.engine.proposers.one_layer import write_entries
 from vllm_crossspec.tree.dynamic import Beam
-from vllm_crossspec.types import DraftSettings
+from vllm_crossspec.types import Futures
 
 
 class ConfuProposer(Eagle3TreeProposer):
@@ -37,7 +37,7 @@ class ConfuProposer(Eagle3TreeProposer):
             )
         self.prepare_level = functools.partial(self.prepare_level, has_future=True)
         top_k, max_rows = self.builder.top_k, self.level_positions.shape[0]
-        self.contemplation: Contemplation | None = None
+        self.futures: Futures | None = None
         self.root_ids = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self.no_ids = torch.zeros(max_rows, dtype=torch.int32, device=device)
         self.level_embeds = torch.zeros(
@@ -109,12 +109,12 @@ class ConfuProposer(Eagle3TreeProposer):
 
     def _take_futures(self, num_reqs: int) -> None:
         """Each request's future into the last row of its levels: the state, and the embedding that its root chooses."""
-        made, model = self.contemplation, self.model
+        futures, model = self.futures, self.model
         rows = self.level_states[: num_reqs * self.level_rows].view(num_reqs, self.level_rows, -1)
-        assert made is not None
+        assert futures is not None
         slots = self.idx_mapping[:num_reqs].clamp(min=0)
-        has_future = made.has_future.index_select(0, slots)[:, None] > 0
-        rows[:, -1] = torch.where(has_future, made.futures.index_select(0, slots), model.no_future_embed)
+        has_future = futures.present.index_select(0, slots)[:, None] > 0
+        rows[:, -1] = torch.where(has_future, futures.states.index_select(0, slots), model.no_future_embed)
         self.level_embeds[:num_reqs, -1] = model.future_embed(self.hidden_states[:num_reqs])
         self.skips[:num_reqs, 0] = model.future_skip(rows[:, -1])
 

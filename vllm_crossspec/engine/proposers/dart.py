@@ -12,12 +12,13 @@ from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 
 from vllm_crossspec.drafters.dart.inputs import DartRows, prepare_rows
+from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.heads import TargetKeys
-from vllm_crossspec.engine.loading import load_drafter
 from vllm_crossspec.engine.proposers.dflash import DFlashProposer
 from vllm_crossspec.engine.proposers.marginals import MarginalTreeProposer
 from vllm_crossspec.engine.proposers.one_layer import write_entries
-from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
+from vllm_crossspec.engine.weights import load_drafter
+from vllm_crossspec.types import Candidates, StepInputs
 
 
 class DartProposer(DFlashProposer):

@@ -16,10 +16,11 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
 )
 
 from vllm_crossspec.drafters.draft_model.inputs import NUM_ROWS, PairRows, prepare_pairs
-from vllm_crossspec.engine.loading import load_language_model, standalone_config
+from vllm_crossspec.engine.draft_settings import DraftSettings
+from vllm_crossspec.engine.graphs.rows import RowGraphManager
 from vllm_crossspec.engine.proposers.base import HeadSampling, Proposer
-from vllm_crossspec.engine.row_graphs import RowGraphManager
-from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
+from vllm_crossspec.engine.weights import load_language_model, standalone_config
+from vllm_crossspec.types import Candidates, StepInputs
 
 
 class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):

@@ -10,11 +10,12 @@ from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
 
-from vllm_crossspec.engine.loading import load_drafter
+from vllm_crossspec.engine.draft_settings import DraftSettings
+from vllm_crossspec.engine.graphs.rows import RowGraphManager
 from vllm_crossspec.engine.proposers.base import HeadSampling, Proposer, native_arguments
 from vllm_crossspec.engine.proposers.one_layer import write_entries
-from vllm_crossspec.engine.row_graphs import RowGraphManager
-from vllm_crossspec.types import Candidates, DraftSettings, StepInputs
+from vllm_crossspec.engine.weights import load_drafter
+from vllm_crossspec.types import Candidates, StepInputs
 
 
 class Eagle3Proposer(HeadSampling, EagleSpeculator, Proposer):

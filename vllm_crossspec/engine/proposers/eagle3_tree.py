@@ -17,23 +17,21 @@ from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
-from vllm_crossspec.adaptive.heterospec import AdaptivePolicy, load_policy
+from vllm_crossspec.adaptive.calibration import load_policy
+from vllm_crossspec.adaptive.heterospec import AdaptivePolicy
 from vllm_crossspec.adaptive.sizer import TreeSizer
 from vllm_crossspec.contemplate.layout import planned_tokens
 from vllm_crossspec.drafters.eagle3 import batched as batched_levels
 from vllm_crossspec.drafters.eagle3.levels import prepare_growth, prepare_level
 from vllm_crossspec.engine.attention.base import DraftTail
-from vllm_crossspec.engine.proposers.base import (
-    empty_tree,
-    first_rows,
-    native_arguments,
-    without_schedule,
-)
+from vllm_crossspec.engine.draft_settings import DraftSettings
+from vllm_crossspec.engine.graphs.widths import FirstPassWidths
+from vllm_crossspec.engine.proposers.base import empty_tree, first_rows, native_arguments
 from vllm_crossspec.engine.proposers.eagle3 import Eagle3Proposer
-from vllm_crossspec.engine.widths import FirstPassWidths
+from vllm_crossspec.engine.vllm_api.speculative import without_schedule
 from vllm_crossspec.tree import batched as batched_tree
 from vllm_crossspec.tree.dynamic import Beam, DynamicTree
-from vllm_crossspec.types import Candidates, DraftSettings, Sizing, StepInputs
+from vllm_crossspec.types import Candidates, Sizing, StepInputs
 
 
 class Eagle3TreeProposer(Eagle3Proposer):

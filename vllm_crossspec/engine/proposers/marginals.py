@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from vllm.config import VllmConfig
 
+from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.heads import TargetKeys
 from vllm_crossspec.engine.proposers.base import Proposer, empty_tree, first_rows
 from vllm_crossspec.ngram.contexts import last_tokens
@@ -13,7 +14,7 @@ from vllm_crossspec.ngram.store import NgramStore, open_store, place
 from vllm_crossspec.tree import batched
 from vllm_crossspec.tree.best_first import best_first
 from vllm_crossspec.tree.continuity import ContinuityTree, Scoring, product_scoring
-from vllm_crossspec.types import Candidates, DraftSettings, StepInputs, TokenTree
+from vllm_crossspec.types import Candidates, StepInputs, TokenTree
 
 GIB = 1 << 30
 

@@ -1,9 +1,9 @@
 """One engine in record mode, in a process of its own: what `crossspec collect` runs.
 
-Started as ``python -m vllm_crossspec.engine.collect JOB EVENTS``, as :mod:`vllm_crossspec.engine.offline` is. The job
-has ``engine`` (arguments of vLLM's LLM), ``sampling`` (of its SamplingParams), ``chat``, ``out`` (folder of the
-shards), ``max_prompt_tokens``, ``model`` (the target's name) and ``shards``: ``number`` and ``prompts`` of each, a
-prompt being ``text`` (number of its first turn's text), ``category``, ``turns`` and ``where``.
+Started as ``python -m vllm_crossspec.engine.jobs.collect JOB EVENTS``, as :mod:`vllm_crossspec.engine.jobs.offline`
+is. The job has ``engine`` (arguments of vLLM's LLM), ``sampling`` (of its SamplingParams), ``chat``, ``out`` (folder
+of the shards), ``max_prompt_tokens``, ``model`` (the target's name) and ``shards``: ``number`` and ``prompts`` of each,
+a prompt being ``text`` (number of its first turn's text), ``category``, ``turns`` and ``where``.
 
 Events, by their ``event``:
     ready: the engine is up; with what runs.
@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm_crossspec.engine.bridge import settings_of
-from vllm_crossspec.engine.offline import Conversation, Emit, environment, run_job, start_engine
+from vllm_crossspec.config import settings_of
+from vllm_crossspec.engine.jobs.offline import Conversation, Emit, environment, run_job, start_engine
 from vllm_crossspec.training import records
 from vllm_crossspec.training.records import Answer, Facts
 

@@ -9,7 +9,7 @@ import inspect
 from functools import reduce
 from importlib import import_module
 
-from vllm_crossspec.engine.touch_points import TOUCH_POINTS, TouchPoint
+from vllm_crossspec.engine.vllm_api.points.v0_32 import TOUCH_POINTS, TouchPoint
 
 MINIMUM_VERSION, BELOW_VERSION = (0, 32), (0, 33)
 

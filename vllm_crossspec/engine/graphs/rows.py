@@ -6,7 +6,7 @@ from typing import Any
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 
-from vllm_crossspec.engine.proposers.base import without_schedule
+from vllm_crossspec.engine.vllm_api.speculative import without_schedule
 
 
 class RowGraphManager(DFlashCudaGraphManager):

@@ -1,6 +1,6 @@
 """One offline run of one engine, in a process of its own: what `crossspec demo` and `bench` measure.
 
-Started as ``python -m vllm_crossspec.engine.offline JOB EVENTS``: JOB is the file of a job that
+Started as ``python -m vllm_crossspec.engine.jobs.offline JOB EVENTS``: JOB is the file of a job that
 :mod:`vllm_crossspec.cli.runner` wrote (its :class:`~vllm_crossspec.cli.runner.Job` describes it), EVENTS the
 number of an open file descriptor. Events go there as JSON lines; what vLLM logs goes to stdout and stderr.
 
@@ -114,7 +114,7 @@ def _device_rows(llm: Any) -> int | None:
     stats = llm.collective_rpc("crossspec_stats")[0]
     if stats is None:
         return None
-    from vllm_crossspec.engine.bridge import settings_of
+    from vllm_crossspec.config import settings_of
 
     settings = settings_of(llm.llm_engine.vllm_config)
     rows = 2 if settings is not None and settings.contemplates else 1

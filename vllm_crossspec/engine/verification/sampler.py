@@ -5,67 +5,20 @@ where the noise is keyed by seed and position, in distribution otherwise, for ev
 sampler knows.
 """
 
-from typing import Any
-
 import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
-from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
-from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import _iter_request_chunks, get_max_chunk_logits
 
+from vllm_crossspec.engine.verification.penalties import TreePenalties
 from vllm_crossspec.tree.state import TreeState
-from vllm_crossspec.verify.penalties import tree_penalties
 from vllm_crossspec.verify.walk import walk_tree
-
-
-class TreePenalties(LogitsProcessor):
-    """vLLM's penalties with a node's own ancestors as the drafted history, where a chain has the rows before it.
-
-    Args:
-        chain: vLLM's state; its parameters and counts stay the truth.
-        state: of the trees.
-    """
-
-    def __init__(self, chain: PenaltiesState, state: TreeState):
-        self.chain, self.state = chain, state
-        self.live_per_row: torch.Tensor | None = None
-
-    def add_request(self, *arguments: Any) -> bool:
-        """Handed to vLLM's state."""
-        return self.chain.add_request(*arguments)
-
-    def apply_staged_writes(self) -> None:
-        """Handed to vLLM's state."""
-        self.chain.apply_staged_writes()
-
-    def apply(self, logits: torch.Tensor, context: LogitsContext) -> torch.Tensor:
-        """Penalize in place; rows without drafts go vLLM's own way."""
-        chain = self.chain
-        if self.live_per_row is None:
-            return chain.apply(logits, context)
-        if np.any(chain.use_penalty[context.idx_mapping_np]):
-            tree_penalties(
-                logits=logits,
-                idx_mapping_per_row=context.expanded_idx_mapping,
-                token_ids=context.input_ids,
-                local_pos=context.expanded_local_pos,
-                live_per_row=self.live_per_row,
-                parents=self.state.parents,
-                repetition=chain.repetition_penalty.gpu,
-                frequency=chain.frequency_penalty.gpu,
-                presence=chain.presence_penalty.gpu,
-                prompt_bin_mask=chain.prompt_bin_mask,
-                output_bin_counts=chain.output_bin_counts,
-                max_depth=self.state.max_depth,
-            )
-        return logits
 
 
 class MatchVerifier:

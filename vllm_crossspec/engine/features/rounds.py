@@ -8,8 +8,8 @@ import triton
 from safetensors.torch import save
 
 from vllm_crossspec.config import CrossSpecConfig
-from vllm_crossspec.engine.host import WARM_UP_REQUESTS
 from vllm_crossspec.engine.proposers.base import Proposer
+from vllm_crossspec.engine.requests import WARM_UP_REQUESTS
 from vllm_crossspec.tree.state import TreeState
 
 STEPS_ON_DEVICE = 64

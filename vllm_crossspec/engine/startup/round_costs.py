@@ -13,7 +13,8 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
-from vllm_crossspec.engine import load
+from vllm_crossspec.engine.startup import step_costs as load
+from vllm_crossspec.engine.startup.clock import StepClock
 from vllm_crossspec.router.costs import RoundCosts
 from vllm_crossspec.router.policies import policy_kind
 
@@ -61,7 +62,7 @@ def batch_sizes(runner: Any, step_costs: load.StepTable | None) -> dict[int, int
 
 def time_switch(host: Any, name: str, num_reqs: int) -> float:
     """Seconds in which every one of ``num_reqs`` requests catches up with what the drafter has missed of it."""
-    clock = load.StepClock(host.device)
+    clock = StepClock(host.device)
     for _ in range(1 + load.REPEATS):
         clock.mark()
         host.catch_up_on_nothing(name, num_reqs * MISSED_TOKENS)

@@ -1,7 +1,8 @@
 """One engine whose trees are recorded, in a process of its own: what `crossspec calibrate heterospec` runs.
 
-Started as ``python -m vllm_crossspec.engine.collect_rounds JOB EVENTS``; job and events are those of
-:mod:`vllm_crossspec.engine.collect`, whose speculative config has a drafter with ``"adaptive": {"type": "record"}``.
+Started as ``python -m vllm_crossspec.engine.jobs.rounds JOB EVENTS``; job and events are those of
+:mod:`vllm_crossspec.engine.jobs.collect`, whose speculative config has a drafter with
+``"adaptive": {"type": "record"}``.
 """
 
 import sys
@@ -10,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_crossspec.adaptive import rounds
-from vllm_crossspec.adaptive.calibration import TreeShape, identify
-from vllm_crossspec.config import CrossSpecConfig
-from vllm_crossspec.engine.bridge import settings_of
-from vllm_crossspec.engine.collect import Recording
-from vllm_crossspec.engine.offline import Emit, environment, run_job, start_engine
+from vllm_crossspec.adaptive.calibration import TreeShape
+from vllm_crossspec.config import CrossSpecConfig, settings_of
+from vllm_crossspec.drafters.identity import identify
+from vllm_crossspec.engine.jobs.collect import Recording
+from vllm_crossspec.engine.jobs.offline import Emit, environment, run_job, start_engine
 
 
 def collect_rounds(job: dict[str, Any], emit: Emit) -> None:

@@ -9,24 +9,23 @@ from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
-from vllm_crossspec.config import CrossSpecConfig, DrafterConfig
+from vllm_crossspec.adaptive.calibration import policies
+from vllm_crossspec.config import settings_of
 from vllm_crossspec.drafters.base import drafter_kind
-from vllm_crossspec.engine.bridge import drafter_configs, settings_of
+from vllm_crossspec.engine.draft_settings import draft_settings
 from vllm_crossspec.engine.proposers.base import Proposer, empty_tree, first_rows
-from vllm_crossspec.engine.widths import policies
+from vllm_crossspec.engine.requests import WARM_UP_REQUESTS
+from vllm_crossspec.engine.vllm_api.speculative import drafter_configs
 from vllm_crossspec.metrics.adaptive import TreeSizeCounters
 from vllm_crossspec.metrics.counters import AcceptanceCounters
 from vllm_crossspec.metrics.export import start_worker_export
 from vllm_crossspec.tree.chain import chain
 from vllm_crossspec.tree.state import CHAIN, NOTHING, TreeState
 from vllm_crossspec.tree.to_chain import to_chain
-from vllm_crossspec.types import Candidates, DraftSettings, Sizing, StepInputs, TokenTree
+from vllm_crossspec.types import Candidates, Sizing, StepInputs, TokenTree
 
 # Under vLLM's own logger, so that its settings apply.
 logger = init_logger("vllm.crossspec")
-
-# Requests that vLLM itself makes up to compile its kernels, before it captures CUDA graphs, are named so.
-WARM_UP_REQUESTS = ("_warmup_", "_v2_mixed_warmup")
 
 
 class ProposerHost(DraftModelSpeculator):
@@ -86,7 +85,7 @@ class ProposerHost(DraftModelSpeculator):
         carrier = next(iter(configs))
         proposers = {}
         for name, drafter in self.settings.drafters.items():
-            kind, drafts = drafter_kind(drafter.kind, "drafter"), self._draft_settings(drafter)
+            kind, drafts = drafter_kind(drafter.kind, "drafter"), draft_settings(self.settings, drafter)
             build = kind.load_proposer(is_tree=not drafter.tree.is_chain)
             own = copy.copy(vllm_config)
             speculative = vllm_config.speculative_config if name == carrier else configs[name]
@@ -100,24 +99,6 @@ class ProposerHost(DraftModelSpeculator):
             proposers[name] = (kind.reads_target_slots, proposer)
         order = sorted(proposers, key=lambda name: not proposers[name][0])
         return {name: proposers[name][1] for name in order}
-
-    def _draft_settings(self, drafter: DrafterConfig) -> DraftSettings:
-        settings, tree = self.settings, drafter.tree
-        assert drafter.num_speculative_tokens is not None
-        return DraftSettings(
-            num_nodes=self.num_speculative_steps,
-            num_rows=settings.planned(self.num_speculative_steps) + 1,
-            tree_nodes=tree.num_nodes,
-            top_k=tree.top_k,
-            depth=drafter.num_speculative_tokens,
-            is_coupled=settings.verification == "match" and settings.draft_sample_method != "greedy",
-            max_accepted=settings.max_depth,
-            tree=None if tree.is_chain else tree,
-            ngram=drafter.ngram,
-            head=drafter.head,
-            adaptive=drafter.adaptive,
-            from_one_row=settings.routes and settings.router is not None and settings.router.policy != "record",
-        )
 
     @property
     def tree_layer_names(self) -> set[str]:
@@ -362,16 +343,3 @@ class ProposerHost(DraftModelSpeculator):
 
     def _start_export(self) -> None:
         start_worker_export(self.counters, sizes=self.sizes)
-
-
-def host_class(settings: CrossSpecConfig) -> type[ProposerHost]:
-    """The host for these settings."""
-    if not settings.routes:
-        return ProposerHost
-    if settings.router is not None and settings.router.policy == "record":
-        from vllm_crossspec.engine.recorder import RecordingHost
-
-        return RecordingHost
-    from vllm_crossspec.engine.routing import RoutedHost
-
-    return RoutedHost

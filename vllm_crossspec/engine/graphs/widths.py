@@ -5,61 +5,16 @@ known when the step begins: the nodes beyond are taken out of it here, before an
 they are drafts that were rejected.
 """
 
-import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager, ModelCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
-from vllm_crossspec.adaptive.heterospec import AdaptivePolicy, load_policy
+from vllm_crossspec.adaptive.calibration import policies
 from vllm_crossspec.config import CrossSpecConfig
-from vllm_crossspec.engine.proposers.base import without_schedule
-
-
-def cut_drafts(planned: SchedulerOutput, width_of: Callable[[str], int | None]) -> SchedulerOutput:
-    """The step with no more draft tokens of a request than its tree has.
-
-    ``planned`` stays as it is: with engine and worker in one process the scheduler will read it again, to count what
-    was cut as rejected.
-
-    Args:
-        planned: of the scheduler.
-        width_of: takes a request's id; draft tokens that it may bring, or None for all that were planned.
-
-    Returns:
-        ``planned`` itself where nothing is to be cut.
-    """
-    drafts = planned.scheduled_spec_decode_tokens
-    widths = {req_id: width_of(req_id) for req_id in drafts}
-    excess = {
-        req_id: len(drafts[req_id]) - width
-        for req_id, width in widths.items()
-        if width is not None and width < len(drafts[req_id])
-    }
-    if not excess:
-        return planned
-    return dataclasses.replace(
-        planned,
-        scheduled_spec_decode_tokens=drafts | {r: drafts[r][: len(drafts[r]) - n] for r, n in excess.items()},
-        num_scheduled_tokens=planned.num_scheduled_tokens
-        | {r: planned.num_scheduled_tokens[r] - n for r, n in excess.items()},
-        total_num_scheduled_tokens=planned.total_num_scheduled_tokens - sum(excess.values()),
-    )
-
-
-def policies(settings: CrossSpecConfig) -> dict[str, AdaptivePolicy]:
-    """How each drafter's trees are sized, by name; those whose trees are all the same are left out."""
-    found = {}
-    for name, drafter in settings.drafters.items():
-        if drafter.adaptive is not None and drafter.adaptive.type != "record":
-            assert drafter.tree.num_nodes is not None
-            found[name] = load_policy(drafter.adaptive, drafter.tree.num_nodes)
-    return found
-
+from vllm_crossspec.engine.vllm_api.speculative import without_schedule
 
 # -- CUDA graphs ----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ NEEDED = (
     "vllm.v1.worker.gpu.spec_decode",
     "vllm_crossspec.engine.worker",
     "vllm_crossspec.engine.runner",
-    "vllm_crossspec.engine.host",
+    "vllm_crossspec.engine.speculators.base",
 )
 """What an engine imports when it starts. What cannot be imported is left to the engine, which says so better."""
 

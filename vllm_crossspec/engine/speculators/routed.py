@@ -15,11 +15,12 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_crossspec.catchup.backlog import NO_SLOT, Array, Backlog, StepRows, Tokens, ranges
 from vllm_crossspec.catchup.kernels import locate, settle
-from vllm_crossspec.engine.context_graphs import ContextGraphs
-from vllm_crossspec.engine.host import WARM_UP_REQUESTS, ProposerHost
-from vllm_crossspec.engine.one_row import Inputs, OneRowBatches, Verdict, packed_rows
+from vllm_crossspec.engine.graphs.context import ContextGraphs
 from vllm_crossspec.engine.proposers.base import empty_tree, first_rows
-from vllm_crossspec.engine.routers import make_router
+from vllm_crossspec.engine.requests import WARM_UP_REQUESTS
+from vllm_crossspec.engine.speculators.base import ProposerHost
+from vllm_crossspec.engine.speculators.one_row import Inputs, OneRowBatches, Verdict, packed_rows
+from vllm_crossspec.engine.speculators.routers import make_router
 from vllm_crossspec.metrics.export import start_worker_export
 from vllm_crossspec.metrics.routing import RoutingCounters
 from vllm_crossspec.metrics.stages import StageClock

@@ -28,6 +28,7 @@ from vllm_crossspec.contemplate import batched, kernels
 from vllm_crossspec.contemplate.layout import verified_nodes
 from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.tree.state import TreeState
+from vllm_crossspec.types import Futures
 
 logger = init_logger("vllm.crossspec")
 
@@ -56,7 +57,7 @@ def contemplate_for(runner: Any) -> "Contemplation":
         runner.device,
     )
     made.install(runner)
-    proposer.contemplation = made
+    proposer.futures = Futures(made.futures, made.has_future)
     logger.info(
         "crossspec: the target contemplates for %s: up to %d rows of a request in a step (%d draft nodes, the last "
         "token and a contemplate row for each), %d soft prompts a layer; %.1f MiB",

@@ -3,14 +3,17 @@
 from pathlib import Path
 from typing import Any
 
-from vllm_crossspec.adaptive.calibration import check_drafter_calibration, known_model
-from vllm_crossspec.config import META_METHODS, CrossSpecConfig
+from vllm_crossspec.adaptive.calibration import check_drafter_calibration
+from vllm_crossspec.config import META_METHODS, CrossSpecConfig, settings_of
 from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.drafters.checkpoint import read_config
 from vllm_crossspec.drafters.confu.checkpoint import check_target as check_target_of_confu
+from vllm_crossspec.drafters.identity import known_model
 from vllm_crossspec.ngram.store import open_store, tokenizer_hash
 from vllm_crossspec.router.checkpoint import check_router
 from vllm_crossspec.types import TargetFacts
+
+V1_REFUSAL = "vllm_crossspec's proposers (set VLLM_USE_V2_MODEL_RUNNER=1 or leave it unset)"
 
 
 def check_ngram_stores(settings: CrossSpecConfig, target: TargetFacts, target_model_config: Any) -> None:
@@ -104,3 +107,61 @@ def check_target(settings: CrossSpecConfig, model_config: Any) -> None:
             f"speculative_config.tree: {model_config.model} has {' and '.join(found)}, over which draft trees cannot "
             'be verified; use "tree": {"type": "chain"}'
         )
+
+
+def unsupported_features(vllm_config: Any) -> list[str]:
+    """What our proposers do not do, in words that vLLM's own message ends with."""
+    settings = settings_of(vllm_config)
+    if settings is None:
+        return []
+    parallel = vllm_config.parallel_config
+    found = []
+    if parallel.pipeline_parallel_size > 1:
+        found.append("pipeline parallelism with vllm_crossspec (use tensor parallelism)")
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
+        found.append("context parallelism with vllm_crossspec")
+    if parallel.use_ubatching:
+        found.append("micro-batching (DBO) with vllm_crossspec")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and speculative.enable_adaptive_verification:
+        found.append("enable_adaptive_verification with vllm_crossspec")
+    if any(d.head is not None for d in settings.drafters.values()) and parallel.tensor_parallel_size > 1:
+        found.append("tensor parallelism with a FlashHead, whose output layer would be sharded (leave out head)")
+    if settings.adapts and parallel.data_parallel_size > 1:
+        found.append("data parallelism with adaptive trees (ranks would draft apart)")
+    if settings.routes and parallel.data_parallel_size > 1:
+        found.append("data parallelism with several drafters of vllm_crossspec (ranks would draft apart)")
+    if len(settings.drafters) > 1 and speculative is not None:
+        if speculative.draft_sample_method == "probabilistic":
+            found.append("draft_sample_method 'probabilistic' with several drafters")
+        if settings.verification == "rejection" and speculative.num_speculative_tokens_per_batch_size:
+            found.append("num_speculative_tokens_per_batch_size with several drafters and verification 'rejection'")
+    if settings.verification == "match":
+        found.extend(_unsupported_by_match(vllm_config))
+    if settings.has_trees:
+        found.extend(_unsupported_by_trees(vllm_config))
+    return found
+
+
+def _unsupported_by_match(vllm_config: Any) -> list[str]:
+    """What sample-and-match does not do yet; vLLM's rejection sampler does."""
+    found = []
+    if vllm_config.watermark_config is not None:
+        found.append("watermarking with verification 'match' of vllm_crossspec (use 'rejection')")
+    if vllm_config.parallel_config.enable_batch_sharded_sampling:
+        found.append("batch-sharded sampling with verification 'match' of vllm_crossspec (use 'rejection')")
+    if vllm_config.model_config.return_sampling_mask or vllm_config.model_config.enable_trace_replay:
+        found.append("sampling masks and trace replay with verification 'match' of vllm_crossspec (use 'rejection')")
+    return found
+
+
+def _unsupported_by_trees(vllm_config: Any) -> list[str]:
+    """What draft trees do not do; chains do."""
+    found = []
+    if vllm_config.kv_transfer_config is not None:
+        found.append("KV connectors with draft trees (layers are saved before the accepted path is in place)")
+    if vllm_config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
+        found.append(
+            f"a KV cache in {vllm_config.cache_config.cache_dtype} with draft trees (use --kv-cache-dtype auto)"
+        )
+    return found

@@ -12,7 +12,8 @@ import triton
 from safetensors.torch import save
 from torch import nn
 
-from vllm_crossspec.engine.host import WARM_UP_REQUESTS, ProposerHost
+from vllm_crossspec.engine.requests import WARM_UP_REQUESTS
+from vllm_crossspec.engine.speculators.base import ProposerHost
 from vllm_crossspec.types import Candidates, StepInputs
 
 STEPS_ON_DEVICE = 32

@@ -17,8 +17,10 @@ import torch
 from vllm.logger import init_logger
 from vllm.v1.worker.gpu.input_batch import InputBatch
 
+from vllm_crossspec.config import settings_of
 from vllm_crossspec.contemplate.layout import verified_nodes
-from vllm_crossspec.engine.bridge import draft_widths, settings_of
+from vllm_crossspec.engine.startup.clock import StepClock
+from vllm_crossspec.engine.vllm_api.speculative import draft_widths
 from vllm_crossspec.tree.schedule import choose_schedule, expected_tokens, to_ranges
 
 logger = init_logger("vllm.crossspec")
@@ -42,38 +44,6 @@ class Cost(NamedTuple):
 
 StepTable = dict[int, dict[int, Cost]]
 """Costs by draft tokens of a request, then by running requests."""
-
-
-class StepClock:
-    """Takes the place of the runner's own ``step_timing``, which marks forward pass and drafting, and keeps the marks.
-
-    Args:
-        device: of the model; a GPU's marks are events in its stream, so that nothing waits between the steps.
-    """
-
-    def __init__(self, device: torch.device):
-        self.is_cuda, self.marks = device.type == "cuda", []
-
-    def mark(self) -> None:
-        """Note the time."""
-        if self.is_cuda:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append(event)
-        else:
-            self.marks.append(time.perf_counter())
-
-    forward_start = forward_end = drafter_start = drafter_end = mark
-
-    def record_batch(self, *arguments: Any) -> None:
-        """Part of vLLM's protocol; the caller knows the batch."""
-
-    def spans(self) -> list[float]:
-        """Seconds between every pair of marks (first and second, third and fourth, ...); waits for the device."""
-        if self.is_cuda:
-            self.marks[-1].synchronize()
-        pairs = zip(self.marks[::2], self.marks[1::2], strict=True)
-        return [start.elapsed_time(end) / 1e3 if self.is_cuda else end - start for start, end in pairs]
 
 
 @contextlib.contextmanager

@@ -29,7 +29,7 @@ def compact_kv(
     path: torch.Tensor,
     slot_mappings: torch.Tensor,
 ) -> None:
-    """See :func:`vllm_crossspec.commit.kernels.compact_kv`; takes what ``make_kv_layers`` takes."""
+    """See :func:`vllm_crossspec.kv_compaction.kernels.compact_kv`; takes what ``make_kv_layers`` takes."""
     moves = _moves(query_start_loc, cu_num_logits, num_sampled, path)
     for cache, group in {cache.data_ptr(): (cache, group) for cache, group in caches}.values():
         block_size = cache.shape[2]
@@ -48,7 +48,7 @@ def compact_rows(
     num_sampled: torch.Tensor,
     path: torch.Tensor,
 ) -> None:
-    """See :func:`vllm_crossspec.commit.kernels.compact_rows`."""
+    """See :func:`vllm_crossspec.kv_compaction.kernels.compact_rows`."""
     for source, target in _moves(query_start_loc, cu_num_logits, num_sampled, path):
         for tensor in tensors:
             tensor[target] = tensor[source]
@@ -64,7 +64,7 @@ def restore_rows(
     input_ids: torch.Tensor,
     seq_lens: torch.Tensor,
 ) -> None:
-    """See :func:`vllm_crossspec.commit.kernels.restore_rows`."""
+    """See :func:`vllm_crossspec.kv_compaction.kernels.restore_rows`."""
     for source, target in _moves(query_start_loc, cu_num_logits, num_sampled, path):
         input_ids[target] = input_ids[source]
     for request in range(cu_num_logits.shape[0] - 1):

@@ -1,0 +1,1 @@
+"""From our speculative config to vLLM's: built, resolved, scheduled, refused; nothing heavy is loaded."""

@@ -1,0 +1,1 @@
+"""CUDA graphs that vLLM does not capture by itself."""

@@ -1,0 +1,1 @@
+"""What is measured before the first request."""

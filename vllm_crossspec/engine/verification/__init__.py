@@ -1,0 +1,1 @@
+"""Sample-and-match in the place of vLLM's rejection sampler."""

@@ -1,0 +1,1 @@
+"""All that depends on vLLM's version."""
