@@ -211,15 +211,17 @@ def _add_worker_methods() -> None:
         stats = getattr(speculator, "acceptance_stats", None)
         return None if stats is None else stats()
 
+    def feature_stats(worker: Any, feature: str) -> dict[str, Any] | None:
+        stats = getattr(getattr(worker.model_runner, "speculator", None), "feature_stats", None)
+        return None if stats is None else stats(feature)
+
     def crossspec_routing(self: Any) -> dict[str, Any] | None:
         """Decisions, switches and catch-ups so far (see ``metrics.routing``); None where nothing is routed."""
-        stats = getattr(getattr(self.model_runner, "speculator", None), "routing_stats", None)
-        return None if stats is None else stats()
+        return feature_stats(self, "routing")
 
     def crossspec_adaptive(self: Any) -> dict[str, Any] | None:
-        """Trees and levels by bin so far (see ``metrics.adaptive``); None where our proposers do not run."""
-        stats = getattr(getattr(self.model_runner, "speculator", None), "adaptive_stats", None)
-        return None if stats is None else stats()
+        """Trees and levels by bin so far (see ``metrics.adaptive``); None where all trees are the same."""
+        return feature_stats(self, "adaptive")
 
     def crossspec_take_records(self: Any) -> list[tuple[list[str], bytes]]:
         """What every drafter drafted since the last call (``engine.speculators.recording``); policy "record" only."""
@@ -227,7 +229,7 @@ def _add_worker_methods() -> None:
 
     def crossspec_take_rounds(self: Any) -> list[tuple[list[str], bytes]]:
         """What became of every tree since the last call (``engine.features.rounds``); adaptive type "record" only."""
-        return self.model_runner.round_recorder.take()
+        return self.model_runner.features["rounds"].take()
 
     def crossspec_step_costs(self: Any) -> Any:
         """What steps cost by draft tokens and running requests (see ``engine.startup.step_costs``)."""

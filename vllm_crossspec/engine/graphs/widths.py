@@ -1,9 +1,4 @@
-"""Verifications of different widths: steps in which each request brings its own number of draft nodes.
-
-The scheduler plans for every request's whole tree, one step ahead of the drafts. What a tree turned out to need is
-known when the step begins: the nodes beyond are taken out of it here, before anything reads the plan. To the scheduler
-they are drafts that were rejected.
-"""
+"""CUDA graphs of verifications to which each request may bring its own number of draft nodes."""
 
 from typing import Any
 
@@ -15,8 +10,6 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 from vllm_crossspec.adaptive.calibration import policies
 from vllm_crossspec.config import CrossSpecConfig
 from vllm_crossspec.engine.vllm_api.speculative import without_schedule
-
-# -- CUDA graphs ----------------------------------------------------------------------------------------------
 
 
 class ManyWidths(CudaGraphManager):

@@ -202,21 +202,3 @@ def empty_tree(num_reqs: int, num_nodes: int, device: torch.device) -> TokenTree
 def first_rows(tree: TokenTree, num_reqs: int) -> TokenTree:
     """The trees of the first requests, as views."""
     return TokenTree(*(part[:num_reqs] for part in tree))
-
-
-def native_arguments(step: StepInputs) -> dict[str, Any]:
-    """The keyword arguments of vLLM's ``propose`` for this step."""
-    return {
-        "input_batch": step.batch,
-        "attn_metadata": step.attn_metadata,
-        "slot_mappings": step.slot_mappings,
-        "last_hidden_states": step.last_hidden_states,
-        "aux_hidden_states": step.tapped_hidden_states,
-        "num_sampled": step.num_sampled,
-        "num_rejected": step.num_rejected,
-        "last_sampled": step.last_sampled,
-        "next_prefill_tokens": step.next_prefill_tokens,
-        "temperature": step.temperature,
-        "seeds": step.seeds,
-        **step.options,
-    }

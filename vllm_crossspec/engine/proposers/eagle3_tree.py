@@ -26,8 +26,9 @@ from vllm_crossspec.drafters.eagle3.levels import prepare_growth, prepare_level
 from vllm_crossspec.engine.attention.base import DraftTail
 from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.graphs.widths import FirstPassWidths
-from vllm_crossspec.engine.proposers.base import empty_tree, first_rows, native_arguments
+from vllm_crossspec.engine.proposers.base import empty_tree, first_rows
 from vllm_crossspec.engine.proposers.eagle3 import Eagle3Proposer
+from vllm_crossspec.engine.vllm_api.propose import native_arguments
 from vllm_crossspec.engine.vllm_api.speculative import without_schedule
 from vllm_crossspec.tree import batched as batched_tree
 from vllm_crossspec.tree.dynamic import Beam, DynamicTree

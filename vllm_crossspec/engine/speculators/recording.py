@@ -13,7 +13,7 @@ from safetensors.torch import save
 from torch import nn
 
 from vllm_crossspec.engine.requests import WARM_UP_REQUESTS
-from vllm_crossspec.engine.speculators.base import ProposerHost
+from vllm_crossspec.engine.speculators.single import SingleSpeculator
 from vllm_crossspec.types import Candidates, StepInputs
 
 STEPS_ON_DEVICE = 32
@@ -35,7 +35,7 @@ class StepRecord(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
-class RecordingHost(ProposerHost):
+class RecordingSpeculator(SingleSpeculator):
     """Asks every drafter for a draft after every token, keeps what they say, and hands the engine no draft at all.
 
     No drafter ever has anything to catch up with, for each takes part in every step.
@@ -56,56 +56,20 @@ class RecordingHost(ProposerHost):
         super().load_model(target_model)
         self._target = target_model
 
-    @torch.inference_mode()
-    def propose(self, input_batch: Any, *arguments: Any, **options: Any) -> torch.Tensor:
-        """Every drafter's draft for every request of the batch (arguments are vLLM's); none for the engine.
+    def round(self, step: StepInputs) -> torch.Tensor:
+        """Every drafter's draft for every request of the batch is kept; none is for the engine.
 
         Returns:
-            int64 [R, K] of -1.
+            int64 [R, N] of -1.
         """
-        if options.get("dummy_run", False):
-            return super().propose(input_batch, *arguments, **options)
-        step = self._step_inputs(input_batch, *arguments, **options)
-        if not input_batch.req_ids[0].startswith(WARM_UP_REQUESTS):
-            self._waiting.append(self._record(step, self._drafts(step)))
-        else:
-            self._drafts(step)
+        if step.is_dummy:
+            return super().round(step)
+        drafts = self._drafts(step)
+        if not step.batch.req_ids[0].startswith(WARM_UP_REQUESTS):
+            self._waiting.append(self._record(step, drafts))
         if len(self._waiting) >= STEPS_ON_DEVICE:
             self._move_to_host()
-        return self.padded_tokens[: input_batch.num_reqs].fill_(-1)
-
-    def _step_inputs(
-        self,
-        input_batch: Any,
-        attn_metadata: dict[str, Any],
-        slot_mappings: dict[str, torch.Tensor],
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-        next_prefill_tokens: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        dp_sync_state: Any = None,
-        mm_inputs: Any = None,
-        **_: Any,
-    ) -> StepInputs:
-        """vLLM's arguments as our tuple, with all tapped states; the scheduler's draft length (0) is not meant here."""
-        return StepInputs(
-            input_batch,
-            attn_metadata,
-            slot_mappings,
-            last_hidden_states,
-            aux_hidden_states,
-            num_sampled,
-            num_rejected,
-            last_sampled,
-            next_prefill_tokens,
-            temperature,
-            seeds,
-            {"dp_sync_state": dp_sync_state, "mm_inputs": mm_inputs},
-        )
+        return self.kept.padded[: step.batch.num_reqs].fill_(-1)
 
     def _drafts(self, step: StepInputs) -> dict[str, Candidates]:
         """Every drafter's draft, in buffers of its own.
