@@ -75,7 +75,7 @@ def _hook_speculative_config() -> None:
                 return build.build(self, target_model_config, target_parallel_config)
         return original(self, target_model_config, target_parallel_config)
 
-    EngineArgs.create_speculative_config = create_speculative_config  # type: ignore[method-assign]
+    EngineArgs.create_speculative_config = create_speculative_config
 
 
 @contextlib.contextmanager
@@ -144,8 +144,8 @@ def _hook_unsupported_features() -> None:
     def v2_features(self: Any) -> list[str]:
         return [*original_v2(self), *refuse.unsupported_features(self)]
 
-    VllmConfig._get_v1_model_runner_unsupported_features = v1_features  # type: ignore[method-assign]
-    VllmConfig._get_v2_model_runner_unsupported_features = v2_features  # type: ignore[method-assign]
+    VllmConfig._get_v1_model_runner_unsupported_features = v1_features
+    VllmConfig._get_v2_model_runner_unsupported_features = v2_features
 
 
 def _hook_request_validation() -> None:
@@ -164,7 +164,7 @@ def _hook_request_validation() -> None:
             check_request(params)
         return result
 
-    InputProcessor._validate_params = validate_params  # type: ignore[method-assign]
+    InputProcessor._validate_params = validate_params
 
 
 def _hook_engine_core() -> None:
@@ -185,7 +185,7 @@ def _hook_engine_core() -> None:
             use_measured_schedule(self.collective_rpc, vllm_config)
         return kv_cache_config
 
-    EngineCore._initialize_kv_caches = initialize_kv_caches  # type: ignore[method-assign]
+    EngineCore._initialize_kv_caches = initialize_kv_caches
 
 
 def _hook_scheduler() -> None:
@@ -199,7 +199,7 @@ def _hook_scheduler() -> None:
 
         return with_opting_out(original(self))
 
-    SchedulerConfig.get_scheduler_cls = get_scheduler_cls  # type: ignore[method-assign]
+    SchedulerConfig.get_scheduler_cls = get_scheduler_cls
 
 
 def _add_worker_methods() -> None:
@@ -235,9 +235,9 @@ def _add_worker_methods() -> None:
         """What steps cost by draft tokens and running requests (see ``engine.startup.step_costs``)."""
         return self.model_runner.measured_step_costs()
 
-    WorkerBase.crossspec_stats = crossspec_stats  # type: ignore[attr-defined]
-    WorkerBase.crossspec_routing = crossspec_routing  # type: ignore[attr-defined]
-    WorkerBase.crossspec_adaptive = crossspec_adaptive  # type: ignore[attr-defined]
-    WorkerBase.crossspec_take_records = crossspec_take_records  # type: ignore[attr-defined]
-    WorkerBase.crossspec_take_rounds = crossspec_take_rounds  # type: ignore[attr-defined]
-    WorkerBase.crossspec_step_costs = crossspec_step_costs  # type: ignore[attr-defined]
+    WorkerBase.crossspec_stats = crossspec_stats
+    WorkerBase.crossspec_routing = crossspec_routing
+    WorkerBase.crossspec_adaptive = crossspec_adaptive
+    WorkerBase.crossspec_take_records = crossspec_take_records
+    WorkerBase.crossspec_take_rounds = crossspec_take_rounds
+    WorkerBase.crossspec_step_costs = crossspec_step_costs

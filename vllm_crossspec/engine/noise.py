@@ -5,6 +5,7 @@ not depend on the drafts, so a drafter may look at that noise: its best candidat
 the token that the target is likeliest to *sample*. No draft probabilities are kept, and trees work alike.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 import numpy as np
 import torch
 import triton

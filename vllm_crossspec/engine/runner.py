@@ -1,6 +1,6 @@
 """vLLM's model runner with sample-and-match verification, and hooks for all that a step does beyond it."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
@@ -14,10 +14,15 @@ from vllm_crossspec.engine.step import Step
 from vllm_crossspec.engine.verification.live_drafts import LiveDraftTokensHandler
 from vllm_crossspec.engine.verification.sampler import MatchVerifier
 
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as Native
+else:
+    Native = object
+
 logger = init_logger("vllm.crossspec")
 
 
-class MatchRunner:
+class MatchRunner(Native):
     """What our runners add to vLLM's; mixed in before its class, for a GPU and for a CPU alike.
 
     Attributes:
@@ -29,7 +34,7 @@ class MatchRunner:
     """
 
     def __init__(self, vllm_config: Any, device: torch.device):
-        super().__init__(vllm_config, device)  # type: ignore[call-arg]
+        super().__init__(vllm_config, device)
         settings = settings_of(vllm_config)
         assert settings is not None
         self.settings = settings
@@ -60,7 +65,7 @@ class MatchRunner:
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """Load, then put the verifier in the rejection sampler's place."""
-        super().load_model(*arguments, **options)  # type: ignore[misc]
+        super().load_model(*arguments, **options)
         # FlashInfer draws from a generator of its own: right in distribution, but no drafter can foresee it.
         self.sampler.use_flashinfer = False
         self.rejection_sampler = MatchVerifier(
@@ -71,13 +76,13 @@ class MatchRunner:
 
     def initialize_kv_cache(self, *arguments: Any, **options: Any) -> None:
         """Allocate, and tell the features."""
-        super().initialize_kv_cache(*arguments, **options)  # type: ignore[misc]
+        super().initialize_kv_cache(*arguments, **options)
         for feature in self.features.values():
             feature.kv_ready()
 
     def capture_model(self, *, profile_only: bool = False) -> int:
         """Capture, then time the captured steps: after this vLLM expects no kernel to be compiled any more."""
-        size = super().capture_model(profile_only=profile_only)  # type: ignore[misc]
+        size = super().capture_model(profile_only=profile_only)
         if not profile_only:
             for feature in self.features.values():
                 feature.captured()
@@ -94,7 +99,7 @@ class MatchRunner:
 
     def add_requests(self, scheduler_output: Any) -> None:
         """Note what each new request lets its drafter do."""
-        super().add_requests(scheduler_output)  # type: ignore[misc]
+        super().add_requests(scheduler_output)
         requests = scheduler_output.scheduled_new_reqs
         if not requests:
             return
@@ -110,13 +115,13 @@ class MatchRunner:
         leaving = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         slots = (self.req_states.req_id_to_index.get(req_id) for req_id in leaving)
         self._leave(sorted(slot for slot in slots if slot is not None))
-        super().finish_requests(scheduler_output)  # type: ignore[misc]
+        super().finish_requests(scheduler_output)
 
     def _remove_request(self, req_id: str) -> bool:
         """A slot may be given up without the request's having finished."""
         slot = self.req_states.req_id_to_index.get(req_id)
         self._leave([] if slot is None else [slot])
-        return super()._remove_request(req_id)  # type: ignore[misc]
+        return super()._remove_request(req_id)
 
     def _leave(self, slots: list[int]) -> None:
         for feature in self.features.values() if slots else ():
@@ -128,11 +133,11 @@ class MatchRunner:
         """The step as the features would have it planned."""
         for feature in () if dummy_run else self.features.values():
             scheduler_output = feature.plan(scheduler_output)
-        return super().execute_model(scheduler_output, *arguments, dummy_run=dummy_run, **options)  # type: ignore[misc]
+        return super().execute_model(scheduler_output, *arguments, dummy_run=dummy_run, **options)
 
     def prepare_inputs(self, *arguments: Any, **options: Any) -> Any:
         """vLLM's batch, of which not every row may get logits: here the step begins."""
-        batch = super().prepare_inputs(*arguments, **options)  # type: ignore[misc]
+        batch = super().prepare_inputs(*arguments, **options)
         self.step = Step(batch, has_drafts=batch.num_draft_tokens > 0)
         for feature in self.features.values():
             feature.split(self.step)
@@ -140,7 +145,7 @@ class MatchRunner:
 
     def prepare_attn(self, input_batch: Any) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """KV slots from linear positions as ever, then the drafts' positions and masks."""
-        prepared = super().prepare_attn(input_batch)  # type: ignore[misc]
+        prepared = super().prepare_attn(input_batch)
         if self.step is not None and self.step.has_drafts:
             self.draft_state.lay_out(self.step, self.req_states.prefill_len.gpu)
         return prepared
@@ -150,7 +155,7 @@ class MatchRunner:
         executed = self.execute_model_state
         if self.step is not None and executed is not None:
             self.step.tapped = list(executed.aux_hidden_states or ())
-        return super().sample_tokens(grammar_output)  # type: ignore[misc]
+        return super().sample_tokens(grammar_output)
 
     def sample(self, hidden_states: torch.Tensor, input_batch: Any, grammar_output: Any) -> Any:
         """Verify, and let the features see what became of the drafts: here the step ends."""
@@ -158,7 +163,7 @@ class MatchRunner:
         batch = input_batch
         for feature in self.features.values():
             batch, grammar_output = feature.before_sampling(step, batch, grammar_output)
-        out = super().sample(hidden_states, batch, grammar_output)  # type: ignore[misc]
+        out = super().sample(hidden_states, batch, grammar_output)
         for feature in self.features.values():
             feature.sampled(step, hidden_states)
         self.step = None

@@ -12,7 +12,7 @@ weights, once for up to 64 requests (1 request: 128 programs of a matrix-vector 
 over tiles that the L2 cache holds, about 15 us); decide a few kB (about 2 us). A launch in a CUDA graph adds 1 to 2 us.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def"
 from typing import NamedTuple
 
 import torch

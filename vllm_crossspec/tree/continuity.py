@@ -12,7 +12,7 @@ Launches, whatever the batch: 1 to weigh the drafter's log-probabilities; for ea
 with n-grams, 1 to look them up before it but at level 0; 2 to finish. Of 8 levels: 18, and 11 without n-grams.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def"
 from typing import NamedTuple
 
 import torch

@@ -6,7 +6,7 @@ C candidates in all: k of level 1 and k * k of every further level, N draft node
 Launches: 1 for the first level, 1 for every further one, 2 to finish.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def"
 from typing import NamedTuple
 
 import torch

@@ -1,6 +1,6 @@
 """Keeping a round's trees by request slot, as one launch."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def"
 import torch
 import triton
 import triton.language as tl

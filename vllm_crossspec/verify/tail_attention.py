@@ -11,6 +11,7 @@ The query heads that share a KV head are laid beside the query rows in one tile,
 of them and even a few rows fill the tensor cores: tile row m is query row m // GROUP and head m % GROUP of the group.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from typing import NamedTuple
 
 import torch

@@ -108,7 +108,7 @@ class Contemplate(Feature):
         """Give the target's layers their soft prompts, and its forward pass embeddings in the place of token ids."""
         runner = self.runner
         # Not all that vLLM's forward context holds is attention: the experts of a target are there, too.
-        layers = get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+        layers = get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase)
         self.soft_bytes = self._place_soft_prompts(layers)
         model_state, target = runner.model_state, runner.model
         own_embeds = model_state.prepare_inputs_embeds if runner.uses_inputs_embeds else None

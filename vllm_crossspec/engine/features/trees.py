@@ -34,7 +34,7 @@ class Trees(Feature):
 
     def __init__(self, runner: Any):
         super().__init__(runner)
-        self._kv_layers: KVLayers | None = None
+        self._kv_layers: KVLayers
         base.register()
         base.set_tree_source(self.tail_of_step)
 

@@ -23,6 +23,10 @@ class ManyWidths(CudaGraphManager):
         mixes: whether to capture graphs for batches of several widths. The attention must allow it.
     """
 
+    decode_query_len: int
+    vllm_config: Any
+    varlen_decode: bool
+
     def __init__(self, *arguments: Any, query_lens: tuple[int, ...], mixes: bool = False, **options: Any):
         self.query_lens, self.mixes = tuple(sorted(set(query_lens))), mixes
         self.chosen: BatchExecutionDescriptor | None = None

@@ -187,7 +187,8 @@ class Conversation:
         if chat and not template:
             raise ValueError("this model's tokenizer has no chat template: pass --raw")
         self._chat = template if chat is None else chat
-        self._where, self._turns, self._messages = row["where"], row["turns"], []
+        self._where, self._turns = row["where"], row["turns"]
+        self._messages: list[dict[str, str]] = []
 
     def __len__(self) -> int:
         return len(self._turns)

@@ -38,6 +38,7 @@ class Proposer(ABC):
     drafts_over_trees: bool = False
     contemplates: bool = False
     engine_config: VllmConfig
+    vllm_config: VllmConfig
     req_states: Any
     model: nn.Module
     speculative_config: Any
@@ -52,6 +53,8 @@ class Proposer(ABC):
     use_local_argmax_reduction: bool
     use_fp64_gumbel: bool
     max_num_reqs: int
+    hidden_size: int
+    dtype: torch.dtype
     supports_mm_inputs: bool
     pcp_manager: Any
 
@@ -138,10 +141,9 @@ class Proposer(ABC):
         return [group for group, members in enumerate(self.attn_groups) if members]
 
     # The rest is vLLM's own protocol for speculators, which its base class provides.
-    @abstractmethod
-    def load_model(self, target_model: nn.Module) -> None: ...
+    def load_model(self, target_model: nn.Module) -> None:
+        raise NotImplementedError
 
-    @abstractmethod
     def set_attn(
         self,
         model_state: Any,
@@ -149,13 +151,17 @@ class Proposer(ABC):
         block_tables: Any,
         target_input_buffers: Any,
         target_attn_groups: Any,
-    ) -> None: ...
+    ) -> None:
+        raise NotImplementedError
 
-    @abstractmethod
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None: ...
+    def set_eplb_state(self, eplb_state: Any) -> None:
+        raise NotImplementedError
 
-    @abstractmethod
-    def capture(self) -> None: ...
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        raise NotImplementedError
+
+    def capture(self) -> None:
+        raise NotImplementedError
 
 
 class HeadSampling:

@@ -136,7 +136,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
             )
 
         self.level_cudagraph_manager = manager()
-        extensions = self.sizer.policy.extensions if self.grows_on else ()
+        extensions = self.sizer.policy.extensions if self.sizer is not None and self.grows_on else ()
         self.extension_managers = {extension: manager() for extension in sorted(set(extensions))}
 
     def _widen_first_pass(self, policy: AdaptivePolicy) -> None:
