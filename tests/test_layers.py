@@ -36,6 +36,7 @@ ROOMS = [
     "engine.vllm_api",
     "engine.draft_state",
     "engine.step",
+    "engine.step_records",
     "engine.draft_settings",
     "engine.requests",
     "engine.names",
