@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import triton
-
 from vllm_crossspec.names import DEBUG_VARIABLE
+from vllm_crossspec.twins import runs_kernels
 
 CONFU_MODEL = "ConfuForCausalLM"
 
@@ -25,7 +24,7 @@ def install() -> None:
     from vllm_crossspec.engine.vllm_api import check
 
     check.require()
-    if triton.knobs.runtime.interpret:
+    if not runs_kernels():
         from vllm_crossspec.engine.cpu_patches import mend
 
         mend()

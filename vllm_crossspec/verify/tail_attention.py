@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_crossspec.twins import runs_kernels
+
 LOG2_E = tl.constexpr(1.4426950408889634)  # powers of two are what the hardware computes
 
 
@@ -340,6 +342,6 @@ def soft_words(num_soft: int) -> int:
 
 def _operand_type(dtype: torch.dtype) -> tl.dtype:
     """What the tensor cores multiply: the inputs' own type. The interpreter would multiply bfloat16's bits."""
-    if triton.knobs.runtime.interpret:
+    if not runs_kernels():
         return tl.float32
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]

@@ -24,11 +24,12 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_crossspec.contemplate import batched, kernels
+from vllm_crossspec.contemplate import kernels, torch_ops
 from vllm_crossspec.contemplate.layout import verified_nodes
 from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.engine.features.base import Feature
 from vllm_crossspec.engine.step import Step
+from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.types import Futures
 
 logger = init_logger("vllm.crossspec")
@@ -91,7 +92,7 @@ class Contemplate(Feature):
         self._rows = torch.zeros(max_logits, dtype=torch.int64, device=device)
         self._slots = torch.zeros(max_logits, dtype=torch.int64, device=device)
         self._places = torch.zeros(max_logits, dtype=torch.int32, device=device)
-        room = kernels if device.type != "cpu" else batched
+        room = kernels if runs_kernels() else torch_ops
         self._contemplate: Callable[..., None] = room.contemplate
         self._write_rows: Callable[..., None] = room.write_contemplate_rows
 

@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import triton
 
 from vllm_crossspec.engine.features.base import Feature
 from vllm_crossspec.engine.requests import WARM_UP_REQUESTS
@@ -19,7 +18,7 @@ class RoundRecorder(Feature):
     """Copies, between a verification and the next draft, what is then known of the trees.
 
     It adds a few copies on the device to a step, and waits for it once in 64 steps: it is for collecting, not for
-    serving. Where kernels are interpreted, trees are built with PyTorch, which is much quicker.
+    serving.
 
     Of the requests of a step that brought drafts it keeps ``phi`` float32 [R] (nats), ``path`` int32 [R, D + 1] rows of
     the walk from the root (0), ``num_sampled`` int32 [R], of which all but the last are accepted drafts, ``parents``
@@ -35,9 +34,6 @@ class RoundRecorder(Feature):
         super().__init__(runner)
         self.phi = torch.full((runner.max_num_reqs,), float("nan"), dtype=torch.float32, device=runner.device)
         self._records = StepRecords(STEPS_ON_DEVICE)
-        if triton.knobs.runtime.interpret:
-            for proposer in runner.speculator.proposers.values():
-                proposer.build_in_batches()
 
     @staticmethod
     def is_wanted(runner: Any) -> bool:

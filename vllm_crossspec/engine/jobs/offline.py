@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from vllm_crossspec.twins import runs_kernels
+
 Emit = Callable[..., None]
 WARM_UP_TOKENS = 4
 
@@ -277,7 +279,6 @@ def _silent(event: str, **fields: Any) -> None:
 
 def environment() -> dict[str, Any]:
     """What ran: versions, device, and whether Triton's kernels were interpreted."""
-    import triton
     from vllm.platforms import current_platform
     from vllm.version import __version__
 
@@ -289,7 +290,7 @@ def environment() -> dict[str, Any]:
             **{name: metadata.version(name) for name in names},
         },
         "device": "cpu" if current_platform.is_cpu() else current_platform.get_device_name(),
-        "kernels_interpreted": bool(triton.knobs.runtime.interpret),
+        "kernels_interpreted": not runs_kernels(),
     }
 
 

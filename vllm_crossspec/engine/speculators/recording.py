@@ -8,7 +8,6 @@ target's own; how far each draft would have been accepted is read off the text a
 from typing import Any
 
 import torch
-import triton
 from torch import nn
 
 from vllm_crossspec.engine.requests import WARM_UP_REQUESTS
@@ -33,9 +32,6 @@ class RecordingSpeculator(SingleSpeculator):
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
-        if triton.knobs.runtime.interpret:
-            for proposer in self.proposers.values():
-                proposer.build_in_batches()
         self._target: nn.Module | None = None
         self._records = StepRecords(STEPS_ON_DEVICE)
         self._slots: torch.Tensor | None = None
