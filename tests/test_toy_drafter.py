@@ -1,6 +1,8 @@
 """The drafter of examples/ as another package's: found by its entry point, and plain's text alone and routed."""
 
 import contextlib
+import json
+import re
 import shutil
 import sys
 import tomllib
@@ -16,7 +18,8 @@ from vllm_crossspec.drafters.checkpoint import check_drafter
 from vllm_crossspec.types import TargetFacts
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "toy_drafter"
-VOCAB_SIZE = 3072
+PAGE = EXAMPLE.parents[1] / "docs" / "add-a-drafter.md"
+VOCAB_SIZE = json.loads((engines.TARGET / "config.json").read_text())["vocab_size"]
 MAX_TOKENS = 16
 SEEDED = {"temperature": 1.0, "seed": 5, "max_tokens": MAX_TOKENS}
 
@@ -98,20 +101,20 @@ def stats(llm):
     return llm.collective_rpc("crossspec_stats")[0]
 
 
-def break_tables(worker):
+def draft_nonsense(worker):
     """Every token is followed by one that it never was."""
-    for proposer in worker.model_runner.speculator.proposers.values():
-        if hasattr(proposer, "next_tokens"):
-            proposer.next_tokens.fill_(VOCAB_SIZE - 1)
+    (proposer,) = worker.model_runner.speculator.proposers.values()
+    sabotage._replace(worker, proposer, "draft", lambda draft: lambda last: draft(last).fill_(VOCAB_SIZE - 1))
 
 
 @pytest.mark.e2e
 def test_alone_it_gives_plains_text(plain, folder):
     with engines.engine(alone(folder)) as llm:
         found, counted = texts(llm), stats(llm)["most_frequent"]
-        llm.collective_rpc(break_tables)
+        llm.collective_rpc(draft_nonsense)
         assert texts(llm) == plain  # whatever is drafted
         wrong = stats(llm)["most_frequent"]
+        llm.collective_rpc(sabotage.mend)
         llm.collective_rpc(sabotage.shift_positions)
         assert texts(llm) != plain  # and the comparison sees what is not plain's
     assert found == plain
@@ -137,9 +140,13 @@ def test_two_drafters_without_states_can_be_routed(plain, folder):
         assert all(counted["accepted_tokens"] for counted in stats(llm).values())
 
 
-def test_the_example_is_one_short_file():
-    lines = (EXAMPLE / "most_frequent.py").read_text().splitlines()
-    assert len(lines) <= 80
+def test_the_example_is_one_short_file_and_its_page_quotes_it():
+    code = (EXAMPLE / "most_frequent.py").read_text()
+    assert len(code.splitlines()) <= 80
+    quoted = re.findall(r"```(?:python|toml)\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert len(quoted) == 4
+    for block in quoted:
+        assert block in code + (EXAMPLE / "pyproject.toml").read_text()
 
 
 def test_its_checkpoint_is_checked_like_any_other(toy, tmp_path):
@@ -150,7 +157,7 @@ def test_its_checkpoint_is_checked_like_any_other(toy, tmp_path):
     assert check_drafter("most_frequent", str(tmp_path / "good"), "model", target).target_layers == ()
     with pytest.raises(ValueError, match="^model: config.json is not of a MostFrequentToken; make one"):
         check_drafter("most_frequent", str(engines.EAGLE3), "model", target)
-    with pytest.raises(ValueError, match="vocabulary of 3072 tokens, but pocket has 100"):
+    with pytest.raises(ValueError, match=f"vocabulary of {VOCAB_SIZE} tokens, but pocket has 100"):
         check_drafter("most_frequent", str(tmp_path / "good"), "model", target._replace(vocab_size=100))
 
 
