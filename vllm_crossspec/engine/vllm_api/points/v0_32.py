@@ -440,9 +440,6 @@ TOUCH_POINTS = (
         "called: where a first pass over a drafter's own rows writes",
     ),
     TouchPoint(
-        "vllm.config.speculative", "SpeculativeConfig.uses_draft_model", "self", "called when settings are checked"
-    ),
-    TouchPoint(
         f"{_GPU}.block_table",
         "BlockTables.gather_block_tables",
         "self idx_mapping num_reqs_padded out out_ptrs",
