@@ -14,7 +14,7 @@ import seam
 import vllm
 
 import vllm_crossspec
-from vllm_crossspec.engine.vllm_api.check import fits, has_attribute, reads
+from vllm_crossspec.engine.vllm_api.check import CUDA_NAMES, fits, has_attribute, reads
 from vllm_crossspec.engine.vllm_api.points.base import parse
 from vllm_crossspec.engine.vllm_api.points.v0_32 import STAND_INS, TOUCH_POINTS
 
@@ -180,6 +180,14 @@ def test_attributes_of_instances_are_found():
 
     found = {name for name in ("noted", "cached", "set_here", "only_read", "read") if has_attribute(Derived, name)}
     assert found == {"noted", "cached", "set_here"}
+
+
+def test_what_is_there_on_a_gpu_alone_is_compared_by_its_syntax():
+    """The check leaves it out on a CPU, where vLLM imports no FlashAttention."""
+    (point,) = (point for point in TOUCH_POINTS if point.name in CUDA_NAMES)
+    tree = ast.parse((VLLM / "vllm_flash_attn" / "flash_attn_interface.py").read_text())
+    (function,) = (node for node in tree.body if getattr(node, "name", None) == point.name)
+    assert point.parameters == " ".join(argument.arg for argument in function.args.args)
 
 
 # ---- stand-ins

@@ -30,7 +30,7 @@ class Dispatch(NamedTuple):
     @property
     def in_graph(self) -> bool:
         """Whether a whole captured graph is replayed."""
-        return self.desc.cg_mode == CUDAGraphMode.FULL
+        return bool(self.desc.cg_mode == CUDAGraphMode.FULL)
 
 
 def dispatch(
@@ -85,7 +85,7 @@ def uniform_metadata(
         step: tokens that the pass may have beyond them.
         causal: one answer, or one for each cache group.
     """
-    return speculator._build_uniform_attn_metadata(
+    metadata: dict[str, Any] | None = speculator._build_uniform_attn_metadata(
         batch_desc=desc,
         num_reqs=num_reqs,
         num_query_per_req=rows_per_req,
@@ -93,11 +93,13 @@ def uniform_metadata(
         step=step,
         causal=causal,
     )
+    return metadata
 
 
 def slots_by_layer(speculator: DraftModelSpeculator, slots: torch.Tensor) -> dict[str, torch.Tensor]:
     """The cache slots [groups, rows] of a pass under the names of the layers that write there."""
-    return build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
+    by_layer: dict[str, torch.Tensor] = build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
+    return by_layer
 
 
 def forward_context(
@@ -109,7 +111,7 @@ def forward_context(
     cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
 ) -> AbstractContextManager[None]:
     """What vLLM's layers look up while the speculator's model runs over ``num_rows`` rows; vLLM's arguments."""
-    return set_forward_context(
+    context: AbstractContextManager[None] = set_forward_context(
         attn_metadata,
         speculator.vllm_config,
         num_tokens=num_rows,
@@ -118,3 +120,4 @@ def forward_context(
         slot_mapping=slot_mappings,
         batch_descriptor=BatchDescriptor(num_tokens=num_rows),
     )
+    return context

@@ -165,7 +165,11 @@ vllm.v1.attention.backends.flash_attn
       rows only
   FlashAttentionMetadataBuilder.{aot_schedule aot_sliding_window scheduler_metadata use_full_cuda_graph} - read: whether
       and how FlashAttention 3 plans
-  flash_attn_varlen_func(q k v max_seqlen_q cu_seqlens_q) - called: the prefix of the tails
+  flash_attn_varlen_func(q k v max_seqlen_q cu_seqlens_q max_seqlen_k cu_seqlens_k seqused_k q_v dropout_p softmax_scale
+      causal window_size softcap alibi_slopes deterministic return_attn_probs block_table return_softmax_lse out
+      scheduler_metadata q_descale k_descale v_descale num_splits output_scale fa_version s_aux cp_world_size cp_rank
+      cp_tot_seqused_k mask_mod block_sparse_tensors aux_tensors aux_tensor_leading_dims dynamic_causal) - called: the
+      prefix of the tails
 vllm.v1.attention.backends.registry
   AttentionBackendEnum.clear_override(self) - called: gives it back
   AttentionBackendEnum.get_path(self include_classname) - called: whether our attention is in place
