@@ -331,8 +331,8 @@ class Scan:
             for base in ANCESTORS.get(f"{leaf.module.name}.{leaf.name}", ()):
                 mixed = self.library.find_class(base)
                 assert mixed is not None, base
-                after = [c for c in mixed.line if c not in leaf.line]
-                self.lines[leaf].append([*leaf.line, *after])
+                before = [c for c in leaf.line if c not in mixed.line]
+                self.lines[leaf].append([*before, *mixed.line])
         self.own = self._own_names()
         self.receivers: set[str] = set()
         self.foreign: set[str] = set()
@@ -343,7 +343,7 @@ class Scan:
                 parts = (folder.name, *file.relative_to(folder).with_suffix("").parts)
                 name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
                 module = self.library.module(name)
-                assert module is not None
+                assert module is not None, name
                 yield module
 
     def _own_names(self) -> set[str]:

@@ -144,8 +144,10 @@ vllm.v1.attention.backend
 vllm.v1.attention.backends.cpu_attn
   CPUAttentionBackendImpl.do_kv_cache_update(self layer key value kv_cache slot_mapping) - ours on a CPU has the same
       interface
-  CPUAttentionBackendImpl.{alibi_slopes attn_type head_size kv_cache_dtype kv_sharing_target_layer_name logits_soft_cap
-      num_heads num_kv_heads scale sinks sliding_window} - set by tree attention on a CPU
+  CPUAttentionBackendImpl.forward(self layer query key value kv_cache attn_metadata output output_scale
+      output_block_scale) - ours on a CPU has the same interface
+  CPUAttentionBackendImpl.{alibi_slopes attn_type kv_sharing_target_layer_name logits_soft_cap num_kv_heads sinks
+      sliding_window} - set by tree attention on a CPU
 vllm.v1.attention.backends.flash_attn
   FlashAttentionBackend.get_builder_cls() - overridden: tree attention on a GPU
   FlashAttentionBackend.get_impl_cls() - overridden: tree attention on a GPU
