@@ -39,7 +39,7 @@ from vllm_crossspec.training.eagle3 import Eagle3Config, Eagle3Drafter
 from vllm_crossspec.training.generations import Generation, collate, read_generations
 from vllm_crossspec.training.start import load_start, read_start
 from vllm_crossspec.training.states import FrozenTarget, load_target
-from vllm_crossspec.tree.batched import DynamicTree
+from vllm_crossspec.tree.torch_ops import DynamicTree
 from vllm_crossspec.types import TargetFacts
 
 ROWS_AT_ONCE = 32

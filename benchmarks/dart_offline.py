@@ -31,8 +31,8 @@ from vllm_crossspec.ngram.store import NgramStore, open_store, tokenizer_hash
 from vllm_crossspec.training.dart import DartConfig, DartDrafter
 from vllm_crossspec.training.generations import Generation, collate, read_generations
 from vllm_crossspec.training.states import FrozenTarget, load_target
-from vllm_crossspec.tree.batched import ContinuityTree
 from vllm_crossspec.tree.continuity import Scoring
+from vllm_crossspec.tree.torch_ops import ContinuityTree
 from vllm_crossspec.types import TokenTree
 
 POCKET = Path(meta.__file__).resolve().parents[1] / "pocket"

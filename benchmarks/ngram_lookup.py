@@ -26,7 +26,7 @@ from synthetic_ngrams import favourites, zipf_tokens
 
 from vllm_crossspec.cli import meta
 from vllm_crossspec.ngram.build import build, make_plan
-from vllm_crossspec.ngram.lookup import FLOOR, look_up, look_up_vectorised
+from vllm_crossspec.ngram.lookup import FLOOR, look_up, look_up_in_torch
 from vllm_crossspec.ngram.store import Header, open_store
 from vllm_crossspec.ngram.trie import import_trie
 
@@ -86,7 +86,7 @@ def lookups(path: Path, ids: np.ndarray, options: argparse.Namespace) -> dict[st
     large = timed(lambda: look_up(store, contexts, candidates), options.runs)
     small = timed(lambda: look_up(store, contexts[:BEAMS], candidates[:BEAMS]), 20 * options.runs)
     wide = contexts.long(), candidates.long()
-    plain = timed(lambda: look_up_vectorised(store, *wide, None, FLOOR), options.runs)
+    plain = timed(lambda: look_up_in_torch(store, *wide, None, FLOOR), options.runs)
     matched = look_up(store, contexts, candidates).matched
     return {
         "open_ms": round(seconds * 1e3, 2),

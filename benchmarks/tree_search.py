@@ -26,7 +26,7 @@ from tree_kernels import Case, time_case
 
 from vllm_crossspec.cli import meta
 from vllm_crossspec.ngram.store import NgramStore, open_store, place
-from vllm_crossspec.tree import batched
+from vllm_crossspec.tree import torch_ops
 from vllm_crossspec.tree.continuity import ContinuityTree, Scoring
 from vllm_crossspec.types import TokenTree
 
@@ -69,7 +69,7 @@ def make_search(store: NgramStore | None, batch_size: int, device: torch.device)
             sizes=torch.zeros(batch_size, dtype=torch.int32, device=device),
         ),
     }
-    return ContinuityTree(**settings), batched.ContinuityTree(**settings), given
+    return ContinuityTree(**settings), torch_ops.ContinuityTree(**settings), given
 
 
 def agrees(search: Any, twin: Any, given: dict[str, Any]) -> bool:

@@ -79,7 +79,7 @@ def see_siblings(worker: Any) -> None:
     def wrapper(original):
         def prepare_attn(batch):
             prepared = original(batch)
-            mask = worker.model_runner.tree_state.row_mask
+            mask = worker.model_runner.draft_state.row_mask
             for index in range(batch.num_reqs):
                 start, end = (int(x) for x in batch.query_start_loc_np[index : index + 2])
                 for row in range(start, end):
@@ -95,14 +95,14 @@ def see_siblings(worker: Any) -> None:
 
 def leave_kv_in_place(worker: Any) -> None:
     """The accepted path's K and V stay where the tree had them."""
-    import vllm_crossspec.engine.runner as module
+    import vllm_crossspec.engine.features.trees as module
 
     _replace(worker, module, "compact_kv", lambda original: lambda *arguments, **options: None)
 
 
 def leave_states_in_place(worker: Any) -> None:
     """The accepted path's states stay where the tree had them: the drafter reads those of other nodes."""
-    import vllm_crossspec.engine.runner as module
+    import vllm_crossspec.engine.features.trees as module
 
     _replace(worker, module, "compact_rows", lambda original: lambda *arguments, **options: None)
 
@@ -157,10 +157,10 @@ def _show(worker: Any, bits_of: Any) -> None:
     def wrapper(original):
         def prepare_attn(batch):
             prepared = original(batch)
-            state = worker.model_runner.tree_state
-            for index in range(batch.num_reqs if state.cu_rows is not None else 0):
+            state, rows = worker.model_runner.draft_state, worker.model_runner.step.planned_rows
+            for index in range(batch.num_reqs if rows is not None else 0):
                 end = int(batch.query_start_loc_np[index + 1])
-                num_rows = int(state.cu_rows[index + 1] - state.cu_rows[index])
+                num_rows = int(rows[index + 1] - rows[index])
                 nodes = (num_rows - 2) // 2
                 for word, bits in bits_of(state, nodes, num_rows) if num_rows > 1 else ():
                     state.row_mask[end - num_rows : end - num_rows + nodes + 1, word] |= bits
@@ -193,8 +193,8 @@ def hide_soft_prompts(worker: Any) -> None:
     def wrapper(original):
         def prepare_attn(batch):
             prepared = original(batch)
-            state = worker.model_runner.tree_state
-            if state.cu_rows is not None:
+            state = worker.model_runner.draft_state
+            if worker.model_runner.step.planned_rows is not None:
                 state.row_mask[:, state.num_words - 1] = 0
             return prepared
 
@@ -209,7 +209,7 @@ def keep_contemplate_rows(worker: Any) -> None:
     def wrapper(original):
         def prepare_attn(batch):
             tables, slots = original(batch)
-            rows = worker.model_runner.tree_state.cu_rows
+            rows = worker.model_runner.step.planned_rows
             for index in range(batch.num_reqs if rows is not None else 0):
                 num_rows = int(rows[index + 1] - rows[index])
                 first, nodes = int(batch.query_start_loc_np[index + 1]) - num_rows, (num_rows - 2) // 2
@@ -228,28 +228,28 @@ def foresee_noise(worker: Any) -> None:
     """The futures are made up."""
 
     def wrapper(original):
-        def observe(*arguments):
+        def sampled(*arguments):
             original(*arguments)
-            made = worker.model_runner.contemplation
+            made = worker.model_runner.features["contemplate"]
             generator = torch.Generator().manual_seed(0)
             made.futures.copy_(torch.randn(made.futures.shape, generator=generator))
 
-        return observe
+        return sampled
 
-    _replace(worker, worker.model_runner.contemplation, "observe", wrapper)
+    _replace(worker, worker.model_runner.features["contemplate"], "sampled", wrapper)
 
 
 def foresee_nothing(worker: Any) -> None:
     """Every round is drafted as the first one after a prompt: without a future."""
 
     def wrapper(original):
-        def observe(*arguments):
+        def sampled(*arguments):
             original(*arguments)
-            worker.model_runner.contemplation.has_future.zero_()
+            worker.model_runner.features["contemplate"].has_future.zero_()
 
-        return observe
+        return sampled
 
-    _replace(worker, worker.model_runner.contemplation, "observe", wrapper)
+    _replace(worker, worker.model_runner.features["contemplate"], "sampled", wrapper)
 
 
 # -- FlashHead ----------------------------------------------------------------------------------------------------

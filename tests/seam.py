@@ -162,10 +162,15 @@ class Class:
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
         return {node.name for node in ast.walk(self.node) if isinstance(node, kinds) and node in self.node.body}
 
+    @property
+    def class_names(self) -> set[str]:
+        """What the class itself has, without its instances."""
+        return {name for node in self.node.body for name in bound_names(node)}
+
     @cached_property
     def fields(self) -> set[str]:
         """Values of the class, and what its methods set on ``self``."""
-        found = {name for node in self.node.body for name in bound_names(node)} - self.methods
+        found = self.class_names - self.methods
         for node in ast.walk(self.node):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_name(node.value, "self"):
                 found.add(node.attr)

@@ -6,8 +6,8 @@ import torch
 from hopper import compile_in_subprocess
 
 from vllm_crossspec.catchup.backlog import Backlog, StepRows, ranges
-from vllm_crossspec.catchup.kernels import locate, settle
-from vllm_crossspec.catchup.naive import locate_naive, settle_naive
+from vllm_crossspec.catchup.kernels import accepted_lengths, locate
+from vllm_crossspec.catchup.naive import accepted_lengths_naive, locate_naive
 
 POISON = -7777
 
@@ -137,14 +137,14 @@ def test_locate(num_tokens):
         assert (kv_slots[slots >= 0] == -1).any() and (kv_slots[slots < 0] == -1).all() and (slots < 0).any()
 
 
-def test_settle():
+def test_accepted_lengths():
     idx_mapping = torch.tensor([2, 0, -1], dtype=torch.int32)
     starts = torch.tensor([0, 8, 9, 9], dtype=torch.int32)
     rejected = torch.tensor([5, 0, 0], dtype=torch.int32)
     num_computed = torch.tensor([40, 41, 42], dtype=torch.int32)
     last_rows = torch.full((3,), POISON, dtype=torch.int64)
     computed = torch.full((3,), POISON, dtype=torch.int32)
-    settle(
+    accepted_lengths(
         idx_mapping=idx_mapping,
         query_start_loc=starts,
         num_rejected=rejected,
@@ -152,7 +152,7 @@ def test_settle():
         last_rows=last_rows,
         computed=computed,
     )
-    wanted = settle_naive(idx_mapping, starts, rejected, num_computed)
+    wanted = accepted_lengths_naive(idx_mapping, starts, rejected, num_computed)
     assert torch.equal(last_rows, wanted[0]) and torch.equal(computed, wanted[1])
     assert last_rows.tolist() == [2, 8, 8] and computed.tolist() == [42, 40, 0]
 
@@ -161,7 +161,7 @@ COMPILE_FOR_HOPPER = """
 import hopper
 compiled = hopper.compile_only()
 import torch
-from vllm_crossspec.catchup.kernels import locate, settle
+from vllm_crossspec.catchup.kernels import locate, accepted_lengths
 
 table, token_ids = torch.zeros(8, 64, dtype=torch.int32), torch.zeros(8, 4096, dtype=torch.int32)
 last_rows, computed = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
@@ -171,7 +171,7 @@ for num_tokens in (1, 2, 16, 31, 300, 1024):
     locate(**where, block_table=table, block_size=16, all_token_ids=token_ids, pad=-1)
 for num_reqs in (1, 2, 16, 33):
     rows = {"query_start_loc": computed, "num_rejected": computed, "num_computed": computed}
-    settle(idx_mapping=computed[:num_reqs], **rows, last_rows=last_rows, computed=computed)
+    accepted_lengths(idx_mapping=computed[:num_reqs], **rows, last_rows=last_rows, computed=computed)
 assert {name: len(codes) for name, codes in compiled.items()} == {"_locate_kernel": 1, "_settle_kernel": 1}, compiled
 """
 

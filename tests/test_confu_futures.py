@@ -59,7 +59,7 @@ def trained(target):
 def watch_rounds(worker: Any) -> None:
     """Keep what a lone request's rounds begin with, and every level's nodes and candidates."""
     runner = worker.model_runner
-    proposer, made = runner.speculator.proposers["confu"], runner.contemplation
+    proposer, made = runner.speculator.proposers["confu"], runner.features["contemplate"]
     worker.rounds = []
 
     def wrap_observe(original):

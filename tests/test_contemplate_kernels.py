@@ -7,9 +7,9 @@ import torch
 from hopper import compile_in_subprocess
 from steps import DEVICE, POISON, int32, make_step, poisoned
 
-from vllm_crossspec.contemplate import batched, kernels, layout, naive
+from vllm_crossspec.contemplate import kernels, layout, naive, torch_ops
 
-WRITERS = [kernels, batched]
+WRITERS = [kernels, torch_ops]
 NODES = [1, 3, 12, 60]
 KINDS_OF_A_WIDE_STEP = ("whole", "truncated", "plain", "padding")
 

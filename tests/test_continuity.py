@@ -15,7 +15,7 @@ from vllm_crossspec.ngram.kernels import look_up_level
 from vllm_crossspec.ngram.lookup import look_up
 from vllm_crossspec.ngram.naive import look_up_level_naive
 from vllm_crossspec.ngram.store import open_store, place
-from vllm_crossspec.tree import batched, continuity, naive
+from vllm_crossspec.tree import continuity, naive, torch_ops
 from vllm_crossspec.tree.best_first import best_first
 from vllm_crossspec.tree.continuity import ContinuityTree, Scoring, product_scoring
 
@@ -108,7 +108,7 @@ def check_builders(stores, reqs, levels, choices, beam, nodes, width, order, sto
     sizes = {"num_nodes": nodes, "depth": levels, "top_k": choices, "max_num_reqs": reqs + 1, "device": DEVICE}
     for scoring in (Scoring(), PLAIN):
         settings = sizes | {"beam_width": beam, "scoring": scoring, "stop_tokens": stops, "backoff": backoff}
-        builders = [kind(**settings, store=store) for kind in (ContinuityTree, batched.ContinuityTree)]
+        builders = [kind(**settings, store=store) for kind in (ContinuityTree, torch_ops.ContinuityTree)]
         builders[0]._pool.order.fill_(-7777)
         # Twice: what one tree leaves in the buffers must not show in the next, which is smaller in every way.
         for seed, less in ((reqs + nodes, 0), (beam, 1)):
@@ -152,7 +152,7 @@ def test_impossible_candidates_and_values_above_zero(stores):
         settings |= {"scoring": Scoring(renormalises=renormalises)}
         expected = truth(given, 20, **settings, store=stores[3])
         store = place(stores[3], "host", DEVICE)
-        for kind in (ContinuityTree, batched.ContinuityTree):
+        for kind in (ContinuityTree, torch_ops.ContinuityTree):
             found = built(kind(**settings, store=store), given, 20)
             agree(found, expected, 4)
             assert found.sizes.tolist()[:4] == [2 + 2 + 6, 3, 0, 20]
@@ -165,7 +165,7 @@ def test_ties_go_to_the_earlier_candidate():
     settings = {"num_nodes": 9, "depth": 3, "top_k": 2, "max_num_reqs": 1, "device": DEVICE, "beam_width": 3}
     settings |= {"scoring": PLAIN, "store": None}
     expected = truth(given, 9, **settings)
-    for kind in (ContinuityTree, batched.ContinuityTree):
+    for kind in (ContinuityTree, torch_ops.ContinuityTree):
         found = built(kind(**settings), given, 9)
         same([t[:1] for t in found], [t[:1] for t in expected])
         assert found.parents[0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4]
@@ -298,7 +298,7 @@ def test_the_papers_weights():
     assert math.isclose(scoring.continuity_weight(3), 4**-0.7 * 0.5)
 
 
-@pytest.mark.parametrize("kind", [ContinuityTree, batched.ContinuityTree])
+@pytest.mark.parametrize("kind", [ContinuityTree, torch_ops.ContinuityTree])
 def test_a_backoff_that_is_none(stores, kind):
     settings = {"num_nodes": 3, "depth": 2, "top_k": 2, "max_num_reqs": 1, "device": DEVICE, "beam_width": 2}
     with pytest.raises(ValueError, match="backoff 1.5: give a factor above 0"):

@@ -5,7 +5,7 @@ import torch
 
 from vllm_crossspec.metrics import kernel, naive
 from vllm_crossspec.metrics.counters import AcceptanceCounters
-from vllm_crossspec.tree.state import NOTHING
+from vllm_crossspec.types import NO_DRAFTS
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -50,7 +50,7 @@ def test_contemplate_rows_are_no_drafts():
     slots = torch.tensor([2], dtype=torch.int32, device=DEVICE)
     counters.mark_drafted(slots, 0)
     one = [torch.tensor([v], dtype=torch.int32, device=DEVICE) for v in (2, 3, 13)]
-    counters.record(*one, *(torch.full((4,), v, dtype=torch.int32, device=DEVICE) for v in (20, 10)))
+    counters.count_verified(*one, *(torch.full((4,), v, dtype=torch.int32, device=DEVICE) for v in (20, 10)))
     counted = counters.snapshot()["a"]
     assert counted == {
         "drafts": 1,
@@ -66,7 +66,7 @@ def test_what_counts_and_what_does_not():
     def verdict(slot, sampled, rejected, computed, prompt):
         one = [torch.tensor([v], dtype=torch.int32, device=DEVICE) for v in (slot, sampled, rejected)]
         per_slot = [torch.full((4,), v, dtype=torch.int32, device=DEVICE) for v in (computed, prompt)]
-        counters.record(*one, *per_slot)
+        counters.count_verified(*one, *per_slot)
 
     slots = torch.tensor([2], dtype=torch.int32, device=DEVICE)
     counters.mark_drafted(slots, 1)
@@ -76,7 +76,7 @@ def test_what_counts_and_what_does_not():
     verdict(2, sampled=1, rejected=3, computed=8, prompt=10)  # placeholders inside a prompt: not counted
     counters.mark_drafted(slots, 0)
     verdict(2, sampled=1, rejected=0, computed=11, prompt=10)  # nothing was drafted in this step
-    counters.modes[2] = NOTHING
+    counters.modes[2] = NO_DRAFTS
     counters.mark_drafted(slots, 0)
     verdict(2, sampled=1, rejected=3, computed=12, prompt=10)  # the request opted out: not counted
     stats = counters.snapshot()

@@ -14,7 +14,7 @@ from vllm_crossspec.adaptive.kernels import assess
 from vllm_crossspec.adaptive.sizer import TreeSizer
 from vllm_crossspec.metrics.adaptive import TreeSizeCounters
 from vllm_crossspec.metrics.export import SizesPublisher
-from vllm_crossspec.tree import batched
+from vllm_crossspec.tree import torch_ops
 from vllm_crossspec.tree.dynamic import DynamicTree
 from vllm_crossspec.types import Sizing, TokenTree
 
@@ -28,7 +28,7 @@ SHAPES = [
     (2, 8, 10, 60),
     (4, 3, 4, 64),
 ]
-BUILDERS = {"kernels": DynamicTree, "batched": batched.DynamicTree}
+BUILDERS = {"kernels": DynamicTree, "torch_ops": torch_ops.DynamicTree}
 
 
 def children(seed, *shape, impossible=0.0):

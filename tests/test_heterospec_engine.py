@@ -62,10 +62,10 @@ def watch_rows(worker: Any) -> None:
 
     def prepare_attn(batch: Any) -> Any:
         if batch.num_draft_tokens:
-            slots, state = batch.idx_mapping_np, runner.tree_state
+            slots, state = batch.idx_mapping_np, runner.draft_state
             step = {
                 "drafted": batch.num_draft_tokens_per_req.tolist(),
-                "widths": state.widths[slots].tolist(),
+                "widths": runner.features["adaptive"].widths[slots].tolist(),
                 "sizes": state.sizes[batch.idx_mapping].tolist(),
                 "modes": state.modes[slots].tolist(),
                 "rows": int(batch.query_start_loc_np[batch.num_reqs]),
@@ -102,21 +102,23 @@ def num_waits(worker: Any) -> int:
 
 def cut_nothing(worker: Any) -> None:
     """The plan stays as it was, whatever the trees need."""
-    sabotage._replace(worker, worker.model_runner, "_width_of", lambda original: lambda req_id: None)
+    sabotage._replace(
+        worker, worker.model_runner.features["adaptive"], "_width_of", lambda original: lambda req_id: None
+    )
 
 
 def swap_widths(worker: Any) -> None:
     """Give the requests of a batch each other's widths."""
 
     def wrapper(original):
-        def note(name: str, batch: Any, sizing: Any) -> None:
-            original(name, batch, sizing)
-            widths, slots = worker.model_runner.tree_state.widths, batch.idx_mapping_np
+        def drafted(name: str, batch: Any, candidates: Any) -> None:
+            original(name, batch, candidates)
+            widths, slots = worker.model_runner.features["adaptive"].widths, batch.idx_mapping_np
             widths[slots] = widths[slots[::-1]]
 
-        return note
+        return drafted
 
-    sabotage._replace(worker, worker.model_runner.speculator, "_note_sizing", wrapper)
+    sabotage._replace(worker, worker.model_runner.features["adaptive"], "drafted", wrapper)
 
 
 # -- the engines --------------------------------------------------------------------------------------------------
@@ -226,7 +228,7 @@ def check_rows(steps: list[dict[str, Any]], contemplates: bool = False) -> None:
     no drafts, and its prompt is through where those of later ones are.
     """
     from vllm_crossspec.contemplate.layout import planned_tokens
-    from vllm_crossspec.tree.state import NOTHING, TREE
+    from vllm_crossspec.types import NO_DRAFTS, TREE
 
     for step in steps:
         assert step["forward"] == step["rows"]
@@ -235,7 +237,7 @@ def check_rows(steps: list[dict[str, Any]], contemplates: bool = False) -> None:
         ):
             if mode == TREE:
                 assert drafted <= planned_tokens(width, contemplates) and size <= width
-        if all(n or mode == NOTHING for n, mode in zip(step["drafted"], step["modes"], strict=True)):
+        if all(n or mode == NO_DRAFTS for n, mode in zip(step["drafted"], step["modes"], strict=True)):
             assert step["forward"] == sum(drafted + 1 for drafted in step["drafted"])
 
 

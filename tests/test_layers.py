@@ -1,6 +1,7 @@
 """Imports point down, from one room of the package to a lower one, and never in a circle."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,9 @@ ROOMS = [
     "engine.scheduler",
     "engine.frontend",
     "engine.vllm_api",
+    "engine.draft_state",
+    "engine.step",
+    "engine.step_records",
     "engine.draft_settings",
     "engine.requests",
     "engine.names",
@@ -52,6 +56,7 @@ ROOMS = [
     "ngram",
     "router",
     "types",
+    "twins",
     "devices",
     "names",
     "",
@@ -130,3 +135,26 @@ def test_an_import_that_points_up_is_named(tmp_path, line):
     (tmp_path / "tree" / "chain.py").write_text(f"def lazily():\n    {line}\n")
     assert upward(tmp_path) == ["tree/chain.py:2: tree imports engine.runner, but stands below it"]
     assert circles(tmp_path) == ["engine.runner", "tree.chain"]
+
+
+NAMELESS = ("engine/runner.py", "engine/speculators/base.py", "engine/step.py")
+WORDS = r"trees?|continuity|contemplat\w*|adapt\w*|rout\w+|record\w*|heterospec|confu|whiflash"
+
+
+@pytest.mark.parametrize("file", NAMELESS)
+def test_runner_and_speculator_know_no_feature_by_name(file):
+    lines = (PACKAGE / file).read_text().splitlines()
+    named = [f"{file}:{number}: {line.strip()}" for number, line in enumerate(lines, 1) if names_a_feature(line)]
+    assert named == []
+
+
+def names_a_feature(line):
+    return re.search(rf"(?<![a-z])({WORDS})(?![a-z])", line, re.IGNORECASE)
+
+
+def test_every_features_name_is_looked_for():
+    from vllm_crossspec.engine.features.registry import FEATURES
+
+    found = {feature.name for feature in FEATURES}
+    assert {name for name in found if not names_a_feature(f"self.{name}_state = None")} == {"rounds"}
+    assert [feature.name for feature in FEATURES][-1] == "trees", "the trees move what the others read"

@@ -18,7 +18,7 @@ from vllm_crossspec.ngram import store as stores
 from vllm_crossspec.ngram.build import build, make_plan
 from vllm_crossspec.ngram.kernels import look_up_level
 from vllm_crossspec.ngram.levels import create_file
-from vllm_crossspec.ngram.lookup import FLOOR, look_up, look_up_vectorised
+from vllm_crossspec.ngram.lookup import FLOOR, look_up, look_up_in_torch
 from vllm_crossspec.ngram.naive import look_up_level_naive
 from vllm_crossspec.ngram.store import check_contents, open_store, place
 
@@ -62,7 +62,7 @@ def test_a_store_answers_as_a_dictionary(tmp_path, order, seed):
     contexts, candidates = questions(ids, order, seed)
     for backoff in (None, 0.4):
         log_probs, matched = look_up(store, contexts, candidates, backoff=backoff)
-        plain = look_up_vectorised(store, contexts, candidates, backoff, FLOOR)
+        plain = look_up_in_torch(store, contexts, candidates, backoff, FLOOR)
         assert torch.equal(matched, plain.matched)
         torch.testing.assert_close(log_probs, plain.log_probs, rtol=0, atol=ROUNDING)
         for i, context in enumerate(contexts.tolist()):
@@ -206,7 +206,7 @@ def test_offsets_that_lead_astray_stay_inside(tmp_path):
         out = torch.full((1, *candidates.shape), math.nan)
         look_up_level(broken, contexts[None], candidates[None], out)
         look_up(broken, contexts, candidates)
-        look_up_vectorised(broken, contexts, candidates, None, FLOOR)
+        look_up_in_torch(broken, contexts, candidates, None, FLOOR)
         assert not out.isnan().any()
 
 

@@ -19,13 +19,13 @@ from safetensors.torch import save
 from steps import DEVICE, random_parents
 
 from vllm_crossspec.cli import app
-from vllm_crossspec.drafters.eagle3 import batched as batched_levels
 from vllm_crossspec.drafters.eagle3 import levels
+from vllm_crossspec.drafters.eagle3 import torch_ops as levels_in_torch
 from vllm_crossspec.router.simulate import always, walk
 from vllm_crossspec.training import records
 from vllm_crossspec.training.records import NO_TOKEN, Answer, Facts, acceptance_lengths, assemble
 from vllm_crossspec.training.router import trajectories
-from vllm_crossspec.tree import batched, naive
+from vllm_crossspec.tree import naive, torch_ops
 from vllm_crossspec.types import TokenTree
 
 FACTS = Facts("a target", 4, ("tree", "chain"), (3, 2))
@@ -212,12 +212,12 @@ def test_batched_builders_make_the_same_trees(seed):
     scores = random_scores(seed, num_reqs, depth, k)
     tokens = torch.randint(0, 99, scores.shape, generator=torch.Generator().manual_seed(seed))
     outs = [empty_tree(num_reqs, num_nodes + 3) for _ in range(2)]
-    for module, out in zip((batched, naive), outs, strict=True):
+    for module, out in zip((torch_ops, naive), outs, strict=True):
         module.best_first(log_probs=scores, tokens=tokens, num_nodes=num_nodes, out=out)
     assert all(map(torch.equal, *outs))
 
     sizes = {"num_nodes": num_nodes, "depth": depth, "top_k": k, "max_num_reqs": num_reqs, "first_row": seed % 3}
-    ours, truth = (module.DynamicTree(**sizes, device=torch.device("cpu")) for module in (batched, naive))
+    ours, truth = (module.DynamicTree(**sizes, device=torch.device("cpu")) for module in (torch_ops, naive))
     scores, tokens = random_scores(seed, num_reqs, k), torch.randint(0, 99, (num_reqs, k))
     beams = [tree.start(scores, tokens) for tree in (ours, truth)]
     for level in range(2, depth + 2):
@@ -247,7 +247,7 @@ def test_batched_levels_get_the_same_inputs(level, has_future):
         "has_future": has_future,
     }
     made = []
-    for module in (levels, batched_levels):
+    for module in (levels, levels_in_torch):
         states = torch.full((20, width), -77.0, device=DEVICE)
         positions = torch.full((20,), -77, device=DEVICE)
         module.prepare_level(**given, states=states, positions=positions)

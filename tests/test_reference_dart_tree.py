@@ -26,7 +26,7 @@ from test_tree_builders import DEVICE, check_trees, paths, poisoned
 
 from vllm_crossspec.ngram.store import open_store, place
 from vllm_crossspec.ngram.trie import import_trie
-from vllm_crossspec.tree import batched
+from vllm_crossspec.tree import torch_ops
 from vllm_crossspec.tree.continuity import ContinuityTree, Scoring
 
 pytestmark = pytest.mark.skipif("CROSSSPEC_DART_REFERENCE" not in os.environ, reason="needs a checkout of fvliang/DART")
@@ -135,7 +135,7 @@ def compare(kind, reference, ngrams, order, settings, seed, count):
 @pytest.mark.parametrize("order", [2, 3, 4])
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_our_tree_is_theirs(reference, ngrams, order, settings):
-    kind = ContinuityTree if DEVICE.type == "cuda" else batched.ContinuityTree
+    kind = ContinuityTree if DEVICE.type == "cuda" else torch_ops.ContinuityTree
     equal, tied = compare(kind, reference, ngrams, order, settings, SETTINGS.index(settings), CASES)
     assert equal + tied == CASES and equal >= 0.8 * CASES
 
@@ -161,7 +161,7 @@ def test_the_tie_rule_refuses_wrong_trees(reference, ngrams):
     values, tokens = torch.topk(logits, PAPER.candidates, dim=-1)
 
     def trees(prompts=prompts, store=store, weight=0.5, stop=STOP, sizes=PAPER):
-        return ours(batched.ContinuityTree, sizes, logits, prompts, store, weight, stop)
+        return ours(torch_ops.ContinuityTree, sizes, logits, prompts, store, weight, stop)
 
     right = trees()
     wrong = {

@@ -266,6 +266,11 @@ class CrossSpecConfig(Settings):
         """Whether the target runs a contemplate row for every row that it verifies."""
         return any(drafter_kind(d.kind, "").contemplates for d in self.drafters.values())
 
+    @property
+    def rows_per_node(self) -> int:
+        """Rows of the target's step for every row that it verifies."""
+        return 2 if self.contemplates else 1
+
     def planned(self, num_nodes: int) -> int:
         """Draft tokens of a request to vLLM's scheduler, contemplate rows included, for so many draft nodes."""
         return planned_tokens(num_nodes, self.contemplates)

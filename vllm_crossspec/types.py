@@ -10,6 +10,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+TREE, CHAIN, NO_DRAFTS = 0, 1, 2
+"""What a request lets its drafter draft."""
+
 
 class StepInputs(NamedTuple):
     """What the target's step left behind; all a proposer needs to draft the next tokens.
@@ -25,6 +28,7 @@ class StepInputs(NamedTuple):
         next_prefill_tokens: [1, S] next prompt token of every slot that is still inside its prompt.
         temperature, seeds: [S] sampling parameters of every slot.
         options: flags that only vLLM sets (dummy runs, data-parallel state); handed through unread.
+        num_scheduled: draft tokens of a request that the scheduler wants of this round; None: as many as ever.
     """
 
     batch: Any
@@ -39,6 +43,12 @@ class StepInputs(NamedTuple):
     temperature: torch.Tensor
     seeds: torch.Tensor
     options: dict[str, Any]
+    num_scheduled: int | None = None
+
+    @property
+    def is_dummy(self) -> bool:
+        """Whether the requests are made up: for memory profiles, CUDA graphs or kernels."""
+        return bool(self.options.get("dummy_run"))
 
 
 class TokenTree(NamedTuple):

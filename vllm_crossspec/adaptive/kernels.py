@@ -3,7 +3,7 @@
 Shape legend: R requests, S most requests, T levels of the base tree, k top_k, C candidates, B bins.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def"
 import torch
 import triton
 import triton.language as tl

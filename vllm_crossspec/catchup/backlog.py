@@ -47,10 +47,6 @@ class StepRows(NamedTuple):
     counts: Array
     certain: Array
 
-    def take(self, chosen: npt.NDArray[np.bool_]) -> "StepRows":
-        """Only some of the requests."""
-        return StepRows(*(part[chosen] for part in self))
-
     def without(self, dropped: Array) -> "StepRows":
         """The same without the first rows of each request; int64 [R] how many."""
         return StepRows(

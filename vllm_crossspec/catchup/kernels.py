@@ -1,5 +1,6 @@
 """Where tokens that a drafter missed go in its cache, and which tokens follow them; one launch a cache group."""
 
+# mypy: disable-error-code="no-untyped-def"
 import torch
 import triton
 import triton.language as tl
@@ -78,7 +79,7 @@ def locate(
 
 
 @triton.jit
-def _settle_kernel(
+def _accepted_lengths_kernel(
     idx_mapping_ptr,  # int [R]
     query_start_loc_ptr,  # int32 [R + 1]
     num_rejected_ptr,  # int32 [R]
@@ -94,7 +95,7 @@ def _settle_kernel(
     tl.store(computed_ptr + row, tl.where(slot < 0, 0, computed))
 
 
-def settle(
+def accepted_lengths(
     *,
     idx_mapping: torch.Tensor,
     query_start_loc: torch.Tensor,
@@ -113,6 +114,6 @@ def settle(
         last_rows: int64 [R], written.
         computed: int32 [R], written.
     """
-    _settle_kernel[(idx_mapping.shape[0],)](
+    _accepted_lengths_kernel[(idx_mapping.shape[0],)](
         idx_mapping, query_start_loc, num_rejected, num_computed, last_rows, computed
     )

@@ -19,10 +19,10 @@ def locate_naive(
     return kv_slots, torch.where(live, all_token_ids[rows, following].long(), 0)
 
 
-def settle_naive(
+def accepted_lengths_naive(
     idx_mapping: torch.Tensor, query_start_loc: torch.Tensor, num_rejected: torch.Tensor, num_computed: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``kernels.settle``: int64 [R] last rows, int32 [R] computed tokens."""
+    """``kernels.accepted_lengths``: int64 [R] last rows, int32 [R] computed tokens."""
     num_reqs = idx_mapping.shape[0]
     last_rows = query_start_loc[1 : num_reqs + 1].long() - num_rejected - 1
     computed = torch.where(idx_mapping < 0, 0, num_computed[idx_mapping.clamp(min=0).long()])

@@ -19,6 +19,7 @@ from rich.table import Table
 
 from vllm_crossspec.cli.demo import METHODS, POCKET, POCKET_FILES, pocket_folders
 from vllm_crossspec.cli.meta import GIB
+from vllm_crossspec.twins import runs_kernels
 
 PLUGIN, PLUGIN_GROUP = "crossspec", "vllm.general_plugins"
 CPU_LANE = "crossspec-cpu-lane"
@@ -176,7 +177,7 @@ def check_triton(gpus: list[str]) -> list[Check]:
     triton = _import("triton")
     if isinstance(triton, str):
         return [Check(name="Triton", status=FAIL, found=triton, fix="run `pip install triton`")]
-    interpreted = bool(triton.knobs.runtime.interpret)
+    interpreted = not runs_kernels()
     found = f"{triton.__version__}, backends {', '.join(sorted(backends))}" + ", interpreted" * interpreted
     if gpus and _version(CPU_LANE) is not None:
         fix = f"run `pip uninstall {CPU_LANE}`: it is for machines without a GPU"

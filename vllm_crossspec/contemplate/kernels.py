@@ -5,6 +5,7 @@ experts, K of them mixed. A request of q verification rows has (q - 2) // 2 draf
 lie.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from collections.abc import Sequence
 
 import torch

@@ -25,7 +25,7 @@ def _accept_integer_masks() -> None:
         return
     load, store = builder.create_masked_load, builder.create_masked_store
 
-    def as_bool(mask):
+    def as_bool(mask: Any) -> Any:
         if mask is not None and mask.data.dtype != bool:
             return interpreter.TensorHandle(mask.data != 0, interpreter.tl.int1)
         return mask
@@ -48,7 +48,7 @@ def _filter_with_torch() -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
 
     @functools.wraps(topk_topp_sampler.apply_top_k_top_p_triton)
-    def apply_top_k_top_p(logits, k, p):
+    def apply_top_k_top_p(logits: Any, k: Any, p: Any) -> Any:
         return topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
 
     topk_topp_sampler.apply_top_k_top_p_triton = apply_top_k_top_p
@@ -62,7 +62,7 @@ def _sample_with_torch() -> None:
     from vllm.v1.worker.gpu.sample import gumbel
 
     if not isinstance(gumbel._gumbel_sample_kernel, _GumbelSample):
-        gumbel._gumbel_sample_kernel = _GumbelSample(gumbel._gumbel_sample_kernel)  # type: ignore[assignment]
+        gumbel._gumbel_sample_kernel = _GumbelSample(gumbel._gumbel_sample_kernel)
 
 
 class _GumbelSample:

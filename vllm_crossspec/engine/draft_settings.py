@@ -37,6 +37,11 @@ class DraftSettings(NamedTuple):
     head: HeadConfig | None = None
     adaptive: AdaptiveConfig | None = None
 
+    @property
+    def is_chain(self) -> bool:
+        """Whether this drafter drafts chains."""
+        return self.tree is None
+
 
 def draft_settings(settings: CrossSpecConfig, drafter: DrafterConfig) -> DraftSettings:
     """What an engine of these settings, resolved, wants of one of its drafters."""

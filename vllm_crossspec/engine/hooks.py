@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import triton
-
 from vllm_crossspec.names import DEBUG_VARIABLE
+from vllm_crossspec.twins import runs_kernels
 
 CONFU_MODEL = "ConfuForCausalLM"
 
@@ -25,7 +24,7 @@ def install() -> None:
     from vllm_crossspec.engine.vllm_api import check
 
     check.require()
-    if triton.knobs.runtime.interpret:
+    if not runs_kernels():
         from vllm_crossspec.engine.cpu_patches import mend
 
         mend()
@@ -75,7 +74,7 @@ def _hook_speculative_config() -> None:
                 return build.build(self, target_model_config, target_parallel_config)
         return original(self, target_model_config, target_parallel_config)
 
-    EngineArgs.create_speculative_config = create_speculative_config  # type: ignore[method-assign]
+    EngineArgs.create_speculative_config = create_speculative_config
 
 
 @contextlib.contextmanager
@@ -144,8 +143,8 @@ def _hook_unsupported_features() -> None:
     def v2_features(self: Any) -> list[str]:
         return [*original_v2(self), *refuse.unsupported_features(self)]
 
-    VllmConfig._get_v1_model_runner_unsupported_features = v1_features  # type: ignore[method-assign]
-    VllmConfig._get_v2_model_runner_unsupported_features = v2_features  # type: ignore[method-assign]
+    VllmConfig._get_v1_model_runner_unsupported_features = v1_features
+    VllmConfig._get_v2_model_runner_unsupported_features = v2_features
 
 
 def _hook_request_validation() -> None:
@@ -164,7 +163,7 @@ def _hook_request_validation() -> None:
             check_request(params)
         return result
 
-    InputProcessor._validate_params = validate_params  # type: ignore[method-assign]
+    InputProcessor._validate_params = validate_params
 
 
 def _hook_engine_core() -> None:
@@ -185,7 +184,7 @@ def _hook_engine_core() -> None:
             use_measured_schedule(self.collective_rpc, vllm_config)
         return kv_cache_config
 
-    EngineCore._initialize_kv_caches = initialize_kv_caches  # type: ignore[method-assign]
+    EngineCore._initialize_kv_caches = initialize_kv_caches
 
 
 def _hook_scheduler() -> None:
@@ -199,7 +198,7 @@ def _hook_scheduler() -> None:
 
         return with_opting_out(original(self))
 
-    SchedulerConfig.get_scheduler_cls = get_scheduler_cls  # type: ignore[method-assign]
+    SchedulerConfig.get_scheduler_cls = get_scheduler_cls
 
 
 def _add_worker_methods() -> None:
@@ -211,15 +210,17 @@ def _add_worker_methods() -> None:
         stats = getattr(speculator, "acceptance_stats", None)
         return None if stats is None else stats()
 
+    def feature_stats(worker: Any, feature: str) -> dict[str, Any] | None:
+        stats = getattr(getattr(worker.model_runner, "speculator", None), "feature_stats", None)
+        return None if stats is None else stats(feature)
+
     def crossspec_routing(self: Any) -> dict[str, Any] | None:
         """Decisions, switches and catch-ups so far (see ``metrics.routing``); None where nothing is routed."""
-        stats = getattr(getattr(self.model_runner, "speculator", None), "routing_stats", None)
-        return None if stats is None else stats()
+        return feature_stats(self, "routing")
 
     def crossspec_adaptive(self: Any) -> dict[str, Any] | None:
-        """Trees and levels by bin so far (see ``metrics.adaptive``); None where our proposers do not run."""
-        stats = getattr(getattr(self.model_runner, "speculator", None), "adaptive_stats", None)
-        return None if stats is None else stats()
+        """Trees and levels by bin so far (see ``metrics.adaptive``); None where all trees are the same."""
+        return feature_stats(self, "adaptive")
 
     def crossspec_take_records(self: Any) -> list[tuple[list[str], bytes]]:
         """What every drafter drafted since the last call (``engine.speculators.recording``); policy "record" only."""
@@ -227,15 +228,15 @@ def _add_worker_methods() -> None:
 
     def crossspec_take_rounds(self: Any) -> list[tuple[list[str], bytes]]:
         """What became of every tree since the last call (``engine.features.rounds``); adaptive type "record" only."""
-        return self.model_runner.round_recorder.take()
+        return self.model_runner.features["rounds"].take()
 
     def crossspec_step_costs(self: Any) -> Any:
         """What steps cost by draft tokens and running requests (see ``engine.startup.step_costs``)."""
         return self.model_runner.measured_step_costs()
 
-    WorkerBase.crossspec_stats = crossspec_stats  # type: ignore[attr-defined]
-    WorkerBase.crossspec_routing = crossspec_routing  # type: ignore[attr-defined]
-    WorkerBase.crossspec_adaptive = crossspec_adaptive  # type: ignore[attr-defined]
-    WorkerBase.crossspec_take_records = crossspec_take_records  # type: ignore[attr-defined]
-    WorkerBase.crossspec_take_rounds = crossspec_take_rounds  # type: ignore[attr-defined]
-    WorkerBase.crossspec_step_costs = crossspec_step_costs  # type: ignore[attr-defined]
+    WorkerBase.crossspec_stats = crossspec_stats
+    WorkerBase.crossspec_routing = crossspec_routing
+    WorkerBase.crossspec_adaptive = crossspec_adaptive
+    WorkerBase.crossspec_take_records = crossspec_take_records
+    WorkerBase.crossspec_take_rounds = crossspec_take_rounds
+    WorkerBase.crossspec_step_costs = crossspec_step_costs

@@ -5,6 +5,7 @@ not depend on the drafts, so a drafter may look at that noise: its best candidat
 the token that the target is likeliest to *sample*. No draft probabilities are kept, and trees work alike.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 import numpy as np
 import torch
 import triton
@@ -12,6 +13,7 @@ import triton.language as tl
 from vllm.v1.worker.gpu.sample.gumbel import _log1p_neg_stable, murmur3_uniform32, murmur3_uniform64
 
 from vllm_crossspec.heads.flashhead.kernels import NO_CANDIDATE, SLOTS, pack
+from vllm_crossspec.twins import runs_kernels
 
 BLOCK = 1024
 
@@ -92,7 +94,7 @@ def add_target_noise(
     if not logits.is_cuda:
         if _is_greedy(idx_mapping, temperature):
             return logits.float()
-        if triton.knobs.runtime.interpret:
+        if not runs_kernels():
             slots = idx_mapping.repeat_interleave(rows_per_entry)
             return add_target_noise_naive(logits, offsets, slots, positions, temperature, seeds, use_fp64)
     out = torch.empty_like(logits, dtype=torch.float32)

@@ -4,7 +4,7 @@ from typing import Any
 
 from vllm.exceptions import VLLMValidationError
 
-from vllm_crossspec.tree.state import CHAIN, NOTHING, TREE
+from vllm_crossspec.types import CHAIN, NO_DRAFTS, TREE
 
 EXTRA_ARGUMENT = "crossspec"
 """Key of a request's extra arguments (``SamplingParams.extra_args``, ``vllm_xargs`` over HTTP)."""
@@ -12,7 +12,7 @@ EXTRA_ARGUMENT = "crossspec"
 WARM_UP_REQUESTS = ("_warmup_", "_v2_mixed_warmup")
 """Beginnings of the names of requests that vLLM itself makes up to compile its kernels, before it captures graphs."""
 
-MODES = {"tree": TREE, "chain": CHAIN, "off": NOTHING}
+MODES = {"tree": TREE, "chain": CHAIN, "off": NO_DRAFTS}
 
 
 class RequestError(VLLMValidationError, ValueError):
@@ -53,7 +53,7 @@ def draft_mode(sampling_params: Any, chains_only: bool = False) -> int:
         chains_only: whether the engine has something else that asks for chains.
     """
     if sampling_params is None:
-        return NOTHING
+        return NO_DRAFTS
     asked = MODES.get(_asked(sampling_params), TREE)
     along_a_chain = (
         chains_only

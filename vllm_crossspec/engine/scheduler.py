@@ -6,15 +6,20 @@ computes for nothing, and drafts of which none is accepted in vLLM's counters.
 
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_crossspec.config import settings_of
 from vllm_crossspec.engine.requests import opted_out
 
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler as Native
+else:
+    Native = object
 
-class OptOutScheduler:
+
+class OptOutScheduler(Native):
     """What is added to vLLM's scheduler; mixed in before its class, the asynchronous one and the other alike.
 
     A full CUDA graph is of requests that all have as many rows. Where there are such graphs, a request that opted out
@@ -24,7 +29,7 @@ class OptOutScheduler:
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
-        config = self.vllm_config  # type: ignore[attr-defined]
+        config = self.vllm_config
         settings = settings_of(config)
         self._is_ours = settings is not None
         # vLLM's own verification would accept what is drafted for those that opted out.
@@ -36,19 +41,19 @@ class OptOutScheduler:
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """With asynchronous scheduling: the placeholders of the next step's drafts are set here."""
-        super()._update_after_schedule(scheduler_output)  # type: ignore[misc]
+        super()._update_after_schedule(scheduler_output)
         self._take_drafts_back(scheduler_output.num_scheduled_tokens)
 
     def update_draft_token_ids(self, draft_token_ids: Any) -> None:
         """Without: the drafts themselves are."""
-        super().update_draft_token_ids(draft_token_ids)  # type: ignore[misc]
+        super().update_draft_token_ids(draft_token_ids)
         self._take_drafts_back(draft_token_ids.req_ids)
 
     def _take_drafts_back(self, req_ids: Iterable[str]) -> None:
         if not self._is_ours:
             return
-        requests = self.requests  # type: ignore[attr-defined]
-        running = self.running  # type: ignore[attr-defined]
+        requests = self.requests
+        running = self.running
         if self._keeps_width and not all(opted_out(request.sampling_params) for request in running):
             return
         for req_id in req_ids:
@@ -60,12 +65,10 @@ class OptOutScheduler:
         self, spec_decoding_stats: Any, *arguments: Any, request_id: str, **options: Any
     ) -> Any:
         """Not of rows that a request that opted out has for the sake of others."""
-        request = self.requests.get(request_id)  # type: ignore[attr-defined]
+        request = self.requests.get(request_id)
         if self._is_ours and request is not None and opted_out(request.sampling_params):
             return spec_decoding_stats
-        return super().make_spec_decoding_stats(  # type: ignore[misc]
-            spec_decoding_stats, *arguments, request_id=request_id, **options
-        )
+        return super().make_spec_decoding_stats(spec_decoding_stats, *arguments, request_id=request_id, **options)
 
 
 @functools.cache

@@ -35,11 +35,11 @@ def _cpu_worker() -> type:
 
         def init_device(self) -> None:
             # CPUWorker builds its runner by a name that it imports here, not through a method of its own.
-            original, module.CPUModelRunner = module.CPUModelRunner, MatchCPUModelRunner  # type: ignore[misc]
+            original, module.CPUModelRunner = module.CPUModelRunner, MatchCPUModelRunner
             try:
                 super().init_device()
             finally:
-                module.CPUModelRunner = original  # type: ignore[misc]
+                module.CPUModelRunner = original
 
     return MatchCPUWorker
 

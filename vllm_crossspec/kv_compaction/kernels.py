@@ -5,6 +5,7 @@ row overwrites was read before or is read by nobody, if rows are taken in increa
 read whole before any of it is written.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -70,12 +71,12 @@ def make_kv_layers(caches: Sequence[tuple[torch.Tensor, int]]) -> KVLayers:
         rows.append((pointer, group, *words[:3]))
     device = caches[0][0].device
     dtypes = (torch.uint64, torch.int32, torch.int64, torch.int64, torch.int64)
-    columns = [
+    pointers, group, blocks, of_heads, of_tokens = (
         torch.tensor(column, dtype=dtype, device=device)
         for column, dtype in zip(zip(*rows, strict=True), dtypes, strict=True)
-    ]
+    )
     heads, block_size = caches[0][0].shape[1:3]
-    return KVLayers(*columns, heads, block_size, words[3], alignment)
+    return KVLayers(pointers, group, blocks, of_heads, of_tokens, heads, block_size, words[3], alignment)
 
 
 @triton.jit

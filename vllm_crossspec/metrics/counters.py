@@ -20,10 +20,10 @@ class AcceptanceCounters:
         max_num_reqs: S, request slots of the engine.
         num_positions: K, draft tokens of the longest drafter.
         device: where the counters live.
-        contemplates: whether half of what is rejected are contemplate rows, which are no drafts.
+        rows_per_node: rows of the step for every draft; with 2, half of what is rejected are contemplate rows.
 
     Attributes:
-        modes: int32 [S] what each slot's request lets its drafter draft (``tree.state``); to be replaced by the
+        modes: int32 [S] what each slot's request lets its drafter draft (``types``); to be replaced by the
             engine's own.
     """
 
@@ -33,9 +33,9 @@ class AcceptanceCounters:
         max_num_reqs: int,
         num_positions: int,
         device: torch.device,
-        contemplates: bool = False,
+        rows_per_node: int = 1,
     ):
-        self.names, self.num_positions, self.contemplates = names, num_positions, contemplates
+        self.names, self.num_positions, self.contemplates = names, num_positions, rows_per_node > 1
         self.counts = torch.zeros(len(names), 3 + num_positions, dtype=torch.int64, device=device)
         self.drafted_by = torch.full((max_num_reqs,), -1, dtype=torch.int32, device=device)
         self.modes = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
@@ -49,7 +49,7 @@ class AcceptanceCounters:
         """Note that ``drafter`` drafted for these slots, int [R]; not for requests that opted out."""
         mark_drafted(self.drafted_by, self.modes, idx_mapping, drafter)
 
-    def record(
+    def count_verified(
         self,
         idx_mapping: torch.Tensor,
         num_sampled: torch.Tensor,

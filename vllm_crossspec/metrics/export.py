@@ -38,7 +38,7 @@ def prepare_frontend() -> None:
 
     _folder = tempfile.TemporaryDirectory(prefix="crossspec-metrics-")
     os.environ[FOLDER_VARIABLE] = f"{os.getpid()}:{_folder.name}"
-    MultiProcessCollector(REGISTRY, path=_folder.name)
+    MultiProcessCollector(REGISTRY, path=_folder.name)  # type: ignore[no-untyped-call]
 
 
 def _use_shared_files() -> None:
@@ -49,7 +49,7 @@ def _use_shared_files() -> None:
     from prometheus_client import values
 
     os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-    values.ValueClass = values.get_value_class()
+    values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
 
 
 def _make_counters() -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """The acceptance counters as one launch."""
 
+# mypy: disable-error-code="no-untyped-def"
 import torch
 import triton
 import triton.language as tl
 
-from vllm_crossspec.tree.state import NOTHING
+from vllm_crossspec.types import NO_DRAFTS
 
 
 # One variant for all drafters: the first draft of one must not wait for the compiler.
@@ -14,10 +15,10 @@ def _mark_drafted_kernel(
     modes_ptr,  # int32 [S]
     idx_mapping_ptr,  # int [R]
     drafter,
-    NOTHING: tl.constexpr,
+    NO_DRAFTS: tl.constexpr,
 ):
     slot = tl.load(idx_mapping_ptr + tl.program_id(0)).to(tl.int64)
-    if tl.load(modes_ptr + slot, mask=slot >= 0, other=NOTHING) != NOTHING:
+    if tl.load(modes_ptr + slot, mask=slot >= 0, other=NO_DRAFTS) != NO_DRAFTS:
         tl.store(drafted_by_ptr + slot, drafter)
 
 
@@ -26,11 +27,11 @@ def mark_drafted(drafted_by: torch.Tensor, modes: torch.Tensor, idx_mapping: tor
 
     Args:
         drafted_by: int32 [S], written.
-        modes: int32 [S] what each slot's request lets its drafter draft (``tree.state``); none is noted for NOTHING.
+        modes: int32 [S] what each slot's request lets its drafter draft (``types``); none is noted for NO_DRAFTS.
         idx_mapping: int [R] slot of each row; negative rows are padding.
         drafter: its number.
     """
-    _mark_drafted_kernel[(idx_mapping.shape[0],)](drafted_by, modes, idx_mapping, drafter, NOTHING=NOTHING)
+    _mark_drafted_kernel[(idx_mapping.shape[0],)](drafted_by, modes, idx_mapping, drafter, NO_DRAFTS=NO_DRAFTS)
 
 
 @triton.jit

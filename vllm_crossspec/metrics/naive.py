@@ -3,13 +3,13 @@
 import torch
 
 from vllm_crossspec.contemplate.layout import verified_nodes
-from vllm_crossspec.tree.state import NOTHING
+from vllm_crossspec.types import NO_DRAFTS
 
 
 def mark_drafted(drafted_by: torch.Tensor, modes: torch.Tensor, idx_mapping: torch.Tensor, drafter: int) -> None:
     """See :func:`vllm_crossspec.metrics.kernel.mark_drafted`."""
     slots = idx_mapping[idx_mapping >= 0].long()
-    drafted_by[slots[modes[slots] != NOTHING]] = drafter
+    drafted_by[slots[modes[slots] != NO_DRAFTS]] = drafter
 
 
 def record_acceptance(

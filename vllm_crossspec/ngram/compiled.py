@@ -4,7 +4,7 @@ A level of one request (20 beams of 25 candidates) is too small a batch for PyTo
 microseconds to call. Importing this file raises ImportError where Numba is missing; ``lookup.py`` then does without.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def"
 
 import math
 from typing import TYPE_CHECKING

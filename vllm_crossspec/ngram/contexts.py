@@ -1,6 +1,6 @@
 """The tokens that a draft goes on from, as lookups want them; one launch for the whole batch."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def"
 import torch
 import triton
 import triton.language as tl

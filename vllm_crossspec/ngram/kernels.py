@@ -1,6 +1,6 @@
 """Lookups in a store on a GPU: one launch answers a whole level of a draft tree, for every request."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def"
 
 import math
 

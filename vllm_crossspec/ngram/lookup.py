@@ -59,7 +59,7 @@ def look_up(
         compiled = _compiled()
         if compiled is not None:
             return Answers(*compiled(store, contexts, candidates, backoff, floor))
-    return look_up_vectorised(store, contexts, candidates, backoff, floor)
+    return look_up_in_torch(store, contexts, candidates, backoff, floor)
 
 
 @functools.cache
@@ -78,7 +78,7 @@ def check_backoff(factor: float | None, key: str = "backoff") -> None:
         raise ValueError(f"{key} {factor}: give a factor above 0 and up to 1 (0.4 is usual)")
 
 
-def look_up_vectorised(
+def look_up_in_torch(
     store: NgramStore, contexts: torch.Tensor, candidates: torch.Tensor, backoff: float | None, floor: float
 ) -> Answers:
     """:func:`look_up` as PyTorch operations, on any device; int64 [M, K] and [M, C], K below the store's order."""

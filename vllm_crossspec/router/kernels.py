@@ -12,12 +12,14 @@ weights, once for up to 64 requests (1 request: 128 programs of a matrix-vector 
 over tiles that the L2 cache holds, about 15 us); decide a few kB (about 2 us). A launch in a CUDA graph adds 1 to 2 us.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def"
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from vllm_crossspec.twins import runs_kernels
 
 FIXED, ENTROPY, NEURAL, GOODPUT = 0, 1, 2, 3
 """What ``decide`` knows to do; see its docstring."""
@@ -89,7 +91,7 @@ def entropy_parts(*, logits: torch.Tensor, rows: torch.Tensor, parts: torch.Tens
     assert logits.stride(1) == 1 and parts.is_contiguous() and parts.shape[0] >= num_rows
     assert splits == entropy_splits(logits.shape[1]) and parts.shape[2] == 3
     # Interpreted, the number of programs is what costs, not their size.
-    block_r = min(16, triton.next_power_of_2(num_rows)) if triton.knobs.runtime.interpret else 1
+    block_r = min(16, triton.next_power_of_2(num_rows)) if not runs_kernels() else 1
     _entropy_parts_kernel[(triton.cdiv(num_rows, block_r), splits)](
         logits,
         logits.stride(0),
@@ -178,7 +180,7 @@ class GainTiles(NamedTuple):
 
 def gain_tiles(num_rows: int, is_exact: bool) -> GainTiles:
     """The tiles that suit ``num_rows`` requests; ``is_exact`` for float32, which takes registers, not tensor cores."""
-    if triton.knobs.runtime.interpret:  # there the number of programs is what costs, not their size
+    if not runs_kernels():  # there the number of programs is what costs, not their size
         return GainTiles(min(64, triton.next_power_of_2(num_rows)), 64, 256)
     if num_rows < _MATRIX_ROWS:
         return GainTiles(1, _VECTOR_MIDDLE, 1024)
@@ -254,7 +256,7 @@ def gain_parts(
 
 def _operand_type(dtype: torch.dtype) -> tl.dtype:
     """What the tensor cores multiply: the inputs' own type. The interpreter would multiply bfloat16's bits."""
-    if triton.knobs.runtime.interpret:
+    if not runs_kernels():
         return tl.float32
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
 

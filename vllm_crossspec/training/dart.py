@@ -12,7 +12,7 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -81,7 +81,7 @@ class DartDrafter(nn.Module):
         kept: int64 [draft vocabulary], the target's ids of the drafter's tokens, rising.
     """
 
-    def __init__(self, config: DartConfig, target, kept: torch.Tensor, seed: int):
+    def __init__(self, config: DartConfig, target: Any, kept: torch.Tensor, seed: int):
         super().__init__()
         hidden, self.heads, self.kv_heads = (
             target.hidden_size,
@@ -156,7 +156,7 @@ class DartDrafter(nn.Module):
 
 
 @functools.cache
-def _flex(is_compiled: bool) -> tuple[Callable, Callable]:
+def _flex(is_compiled: bool) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """``create_block_mask`` and ``flex_attention``; compiled, they never hold the mask or the scores as a whole."""
     if not is_compiled:
         return create_block_mask, flex_attention
@@ -181,7 +181,7 @@ def flex_draft_attention(
     tokens, own_length = context[0].shape[1], own[0].shape[2]
     lag = own_length - length
 
-    def sees(b, h, q, k):
+    def sees(b: Any, h: Any, q: Any, k: Any) -> Any:
         draft, step = q // length, q % length
         behind = k - tokens
         is_own = (behind // own_length == draft) & ((behind % own_length <= step + lag) | (not is_causal))
@@ -225,7 +225,7 @@ def dart_loss(
     return loss, shares
 
 
-def checkpoint(model: DartDrafter, config: DartConfig, target) -> tuple[dict, dict[str, torch.Tensor]]:
+def checkpoint(model: DartDrafter, config: DartConfig, target: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Configuration and tensors in the format of the public checkpoints (``fvliang/qwen8b-dart``).
 
     An unshifted drafter has no ``draft_length``: whoever would draft with it as if it were DART refuses it.

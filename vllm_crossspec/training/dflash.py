@@ -12,6 +12,7 @@ context before a. The output at a mask is the draft of its own position. Embeddi
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +76,7 @@ class _Attention(nn.Module):
     def queries(self, x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
         return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))), positions, theta)
 
-    def keys_values(self, x: torch.Tensor, positions: torch.Tensor, theta: float):
+    def keys_values(self, x: torch.Tensor, positions: torch.Tensor, theta: float) -> Any:
         keys = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.dim))), positions, theta)
         return keys, self.v_proj(x).unflatten(-1, (-1, self.dim))
 
@@ -110,7 +111,7 @@ class DFlashDrafter(nn.Module):
         target: configuration of the target (transformers).
     """
 
-    def __init__(self, config: DFlashConfig, target, seed: int):
+    def __init__(self, config: DFlashConfig, target: Any, seed: int):
         super().__init__()
         hidden, self.heads, self.kv_heads = (
             target.hidden_size,
@@ -198,7 +199,9 @@ def dflash_loss(
     return loss, shares
 
 
-def checkpoint(model: DFlashDrafter, config: DFlashConfig, target, mask_id: int) -> tuple[dict, dict]:
+def checkpoint(
+    model: DFlashDrafter, config: DFlashConfig, target: Any, mask_id: int
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Configuration and tensors in z-lab's format, which vLLM's own ``dflash`` method reads."""
     settings = {
         "architectures": ["DFlashDraftModel"],

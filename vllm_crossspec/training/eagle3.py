@@ -13,6 +13,7 @@ steps of its own draft. The output is normed for the head alone.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +72,7 @@ class Eagle3Drafter(nn.Module):
         kept: int64 [draft vocabulary], the target's ids of the drafter's tokens, rising.
     """
 
-    def __init__(self, config: Eagle3Config, target, kept: torch.Tensor, seed: int):
+    def __init__(self, config: Eagle3Config, target: Any, kept: torch.Tensor, seed: int):
         super().__init__()
         hidden, self.heads, self.kv_heads = (
             target.hidden_size,
@@ -214,7 +215,9 @@ def draft_vocabulary(rows: list[Generation], size: int, vocab_size: int) -> tupl
     return kept, counts[kept].sum().item() / counts.sum().item()
 
 
-def checkpoint(model: Eagle3Drafter, config: Eagle3Config, target) -> tuple[dict, dict[str, torch.Tensor]]:
+def checkpoint(
+    model: Eagle3Drafter, config: Eagle3Config, target: Any
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Configuration and tensors in SafeAILab's format, which vLLM's own ``eagle3`` method reads.
 
     With a full vocabulary ``d2t`` and ``t2d`` are left out: vLLM then has no place for them.

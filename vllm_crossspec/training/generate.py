@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -72,7 +72,9 @@ class _SlabLayer(DynamicLayer):
         self._slab_tokens = slab_tokens
         self._length = 0
 
-    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs):
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append [rows, heads, new, dim] and return everything cached so far."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -91,7 +93,15 @@ class _SlabLayer(DynamicLayer):
         self._slab_k, self._slab_v = self._slab_k[rows], self._slab_v[rows]
 
 
-def _grouped_attention(module, query, key, value, attention_mask, scaling=None, **_):
+def _grouped_attention(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
     """Attention whose query heads of one key/value head become query rows: nothing is repeated in memory."""
     rows, heads, length, dim = query.shape
     kv_heads = key.shape[1]
@@ -168,7 +178,7 @@ def prepare_for_generation(model: PreTrainedModel) -> PreTrainedModel:
     return model.eval()
 
 
-def _prompts(tokenizer, rows: Sequence[Row], config: GenerateConfig, sampled_share: float) -> list[_Prompt]:
+def _prompts(tokenizer: Any, rows: Sequence[Row], config: GenerateConfig, sampled_share: float) -> list[_Prompt]:
     rng = random.Random(config.seed)
     encoded = tokenizer([chat_prompt(r.prompt) for r in rows], add_special_tokens=False)["input_ids"]
     prompts = [
@@ -180,7 +190,7 @@ def _prompts(tokenizer, rows: Sequence[Row], config: GenerateConfig, sampled_sha
     return prompts
 
 
-def _answer_shard(model, prompts: Sequence[_Prompt], config: GenerateConfig, end_id: int, seed: int):
+def _answer_shard(model: Any, prompts: Sequence[_Prompt], config: GenerateConfig, end_id: int, seed: int) -> Any:
     """Answer one shard; prompts of similar length are decoded together, the order of the shard is kept."""
     generator = torch.Generator().manual_seed(seed)
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i].ids))
@@ -282,7 +292,7 @@ class _Runner:
         return sum(len(row.response_ids) for row in rows)
 
 
-def _jobs(tokenizer, splits: dict[str, list[Row]], data: Path, out: Path, config: GenerateConfig) -> list[_Job]:
+def _jobs(tokenizer: Any, splits: dict[str, list[Row]], data: Path, out: Path, config: GenerateConfig) -> list[_Job]:
     jobs = []
     for split, rows in sorted(splits.items()):
         prompts = _prompts(tokenizer, rows, config, config.sampled_share if split == "train" else 0.0)

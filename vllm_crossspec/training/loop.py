@@ -58,7 +58,8 @@ def make_optimizers(model: torch.nn.Module, config: LoopConfig) -> list[torch.op
 
     Parameters with an ``lr_scale`` are AdamW's, too, at so many times the rate.
     """
-    matrices, rest = [], []
+    matrices: list[torch.nn.Parameter] = []
+    rest: list[torch.nn.Parameter] = []
     scaled: dict[float, list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad:
@@ -73,7 +74,7 @@ def make_optimizers(model: torch.nn.Module, config: LoopConfig) -> list[torch.op
         optimizers.append(
             torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
         )
-    groups = [{"params": rest}] if rest else []
+    groups: list[dict[str, Any]] = [{"params": rest}] if rest else []
     groups += [{"params": parameters, "scale": scale} for scale, parameters in scaled.items()]
     if groups:
         optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0))

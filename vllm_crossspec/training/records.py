@@ -210,7 +210,8 @@ def _following(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 [M, depth] tokens after every record's own, and int64 [M] how many there are in the text at all."""
     padded = {number: answer.token_ids + [NO_TOKEN] * depth for number, answer in answers.items()}
-    starts, flat = torch.zeros(max(answers) + 1, dtype=torch.int64), []
+    starts = torch.zeros(max(answers) + 1, dtype=torch.int64)
+    flat: list[int] = []
     length = torch.zeros_like(starts)
     for number, tokens in padded.items():
         starts[number], length[number] = len(flat), len(tokens) - depth

@@ -4,6 +4,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -122,10 +123,10 @@ def train_target(
     model = build_target(config, tokenizer, loop.seed)
     forward = torch.compile(model) if config.compile else model
 
-    def loss_fn(_, batch, generator):
+    def loss_fn(_: Any, batch: Any, generator: Any) -> Any:
         return language_model_loss(forward, batch), {}
 
-    def evaluate():
+    def evaluate() -> Any:
         export(model, tokenizer, out / "model")
         return response_losses(model, tokenizer, dev, config.row_tokens)
 
@@ -135,7 +136,7 @@ def train_target(
     export(model, tokenizer, out / "model")
 
 
-def _tokenizer(rows, texts, out: Path, config: TargetConfig, seed: int) -> PreTrainedTokenizerFast:
+def _tokenizer(rows: Any, texts: Any, out: Path, config: TargetConfig, seed: int) -> PreTrainedTokenizerFast:
     folder = out / "tokenizer"
     if not folder.exists():
         sample = [r.prompt + "\n" + r.response for r in rows] + list(texts)

@@ -12,7 +12,9 @@ from vllm_crossspec.training.data import CHAT_TEMPLATE, END_OF_TEXT, IM_END, SPE
 _SPLIT = r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int, seed: int, sample_bytes: int = 12_000_000):
+def train_tokenizer(
+    texts: Sequence[str], vocab_size: int, seed: int, sample_bytes: int = 12_000_000
+) -> PreTrainedTokenizerFast:
     """Train a tokenizer of ``vocab_size`` tokens (the special ones included) on a sample of ``texts``."""
     order = list(texts)
     random.Random(seed).shuffle(order)

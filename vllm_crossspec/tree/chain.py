@@ -1,6 +1,6 @@
 """A chain as a tree whose every node has one child."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def"
 import torch
 import triton
 import triton.language as tl

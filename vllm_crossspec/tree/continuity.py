@@ -12,7 +12,7 @@ Launches, whatever the batch: 1 to weigh the drafter's log-probabilities; for ea
 with n-grams, 1 to look them up before it but at level 0; 2 to finish. Of 8 levels: 18, and 11 without n-grams.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def"
 from typing import NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from vllm_crossspec.ngram.kernels import look_up_level
 from vllm_crossspec.ngram.lookup import EPSILON, check_backoff
 from vllm_crossspec.ngram.store import NgramStore
 from vllm_crossspec.tree.dynamic import MAX_NODES, Pool, keep_best
+from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.types import TokenTree
 
 _EPSILON = tl.constexpr(EPSILON)
@@ -331,7 +332,7 @@ class ContinuityTree:
         num_reqs, _, num_candidates = tokens.shape
         num_children = num_candidates * (self.beam_width if level else 1)
         block, others = 32, 128
-        if triton.knobs.runtime.interpret:  # there the number of operations is what costs, not their size
+        if not runs_kernels():  # there the number of operations is what costs, not their size
             block = others = min(1024, triton.next_power_of_2(num_children))
         pool = self._pool
         _extend_kernel[(num_reqs, triton.cdiv(num_children, block))](

@@ -6,13 +6,14 @@ C candidates in all: k of level 1 and k * k of every further level, N draft node
 Launches: 1 for the first level, 1 for every further one, 2 to finish.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def"
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.types import TokenTree
 
 MAX_NODES = 255
@@ -247,7 +248,7 @@ def keep_best(pool: Pool, num_reqs: int, levels: int, top_k: int, out: TokenTree
     beam_width, num_nodes, width = pool.beam_candidates.shape[2], pool.order.shape[1], out.tokens.shape[1]
     num_candidates = top_k + (levels - 1) * beam_width * top_k
     block, others = 32, 128
-    if triton.knobs.runtime.interpret:  # there the number of operations is what costs, not their size
+    if not runs_kernels():  # there the number of operations is what costs, not their size
         block = others = min(1024, triton.next_power_of_2(num_candidates))
     assert num_nodes <= width
     _rank_kernel[(num_reqs, triton.cdiv(num_candidates, block))](

@@ -1,6 +1,6 @@
 """Keeping a round's trees by request slot, as one launch."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def"
 import torch
 import triton
 import triton.language as tl
@@ -12,14 +12,10 @@ from vllm_crossspec.types import TokenTree
 def _store_trees_kernel(
     tree_parents_ptr,  # int32 [R, n]
     tree_parents_stride,
-    tree_log_probs_ptr,  # float32 [R, n]
-    tree_log_probs_stride,
     tree_sizes_ptr,  # int32 [R]
     idx_mapping_ptr,  # int [R]
     parents_ptr,  # int32 [S, N]
     parents_stride,
-    log_probs_ptr,  # float32 [S, N]
-    log_probs_stride,
     sizes_ptr,  # int32 [S]
     modes_ptr,  # int32 [S]
     nothing,
@@ -33,8 +29,6 @@ def _store_trees_kernel(
         inside = node < num_nodes
         parents = tl.load(tree_parents_ptr + row * tree_parents_stride + node, mask=inside)
         tl.store(parents_ptr + slot * parents_stride + node, parents, mask=inside)
-        log_probs = tl.load(tree_log_probs_ptr + row * tree_log_probs_stride + node, mask=inside)
-        tl.store(log_probs_ptr + slot * log_probs_stride + node, log_probs, mask=inside)
         size = tl.load(tree_sizes_ptr + row)
         tl.store(sizes_ptr + slot, tl.where(tl.load(modes_ptr + slot) == nothing, 0, size))
 
@@ -45,7 +39,6 @@ def store_trees(
     idx_mapping: torch.Tensor,
     parents: torch.Tensor,
     sizes: torch.Tensor,
-    log_probs: torch.Tensor,
     modes: torch.Tensor,
     nothing: int,
 ) -> None:
@@ -56,7 +49,6 @@ def store_trees(
         idx_mapping: int [R] slot of each row; negative entries are skipped.
         parents: int32 [S, N], written.
         sizes: int32 [S], written; 0 where ``modes`` says ``nothing``.
-        log_probs: float32 [S, N], written.
         modes: int32 [S].
         nothing: the mode of requests that want no drafts.
     """
@@ -64,14 +56,10 @@ def store_trees(
     _store_trees_kernel[(idx_mapping.shape[0],)](
         tree.parents,
         tree.parents.stride(0),
-        tree.log_probs,
-        tree.log_probs.stride(0),
         tree.sizes,
         idx_mapping,
         parents,
         parents.stride(0),
-        log_probs,
-        log_probs.stride(0),
         sizes,
         modes,
         nothing,

@@ -1,6 +1,6 @@
 """The best single path of a tree, for requests that must have a chain (grammar, bad words, thinking budget)."""
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def"
 import torch
 import triton
 import triton.language as tl

@@ -4,6 +4,7 @@ vLLM's own kernel (v1/worker/gpu/sample/penalties.py) counts the drafts before a
 for a chain. The arithmetic here is that kernel's, in its order, so that a chain comes out bit for bit the same.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 import torch
 import triton
 import triton.language as tl

@@ -11,11 +11,14 @@ The query heads that share a KV head are laid beside the query rows in one tile,
 of them and even a few rows fill the tensor cores: tile row m is query row m // GROUP and head m % GROUP of the group.
 """
 
+# mypy: disable-error-code="no-untyped-def"
 from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
+
+from vllm_crossspec.twins import runs_kernels
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # powers of two are what the hardware computes
 
@@ -339,6 +342,6 @@ def soft_words(num_soft: int) -> int:
 
 def _operand_type(dtype: torch.dtype) -> tl.dtype:
     """What the tensor cores multiply: the inputs' own type. The interpreter would multiply bfloat16's bits."""
-    if triton.knobs.runtime.interpret:
+    if not runs_kernels():
         return tl.float32
     return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]

@@ -8,7 +8,7 @@ round take their place before anything reads them.
 Shape legend: R requests, S request slots, T target tokens of the step, K query rows (draft tokens) of a request.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def"
 from typing import NamedTuple
 
 import torch

@@ -7,7 +7,7 @@ once more. So a round needs two rows whatever was accepted, and no forward over 
 Shape legend: R requests, S request slots, T target tokens of the step, P rows that the buffers hold.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def"
 from typing import NamedTuple
 
 import torch

@@ -106,7 +106,7 @@ def tail_of_step(common_metadata: Any, capturing: bool) -> TargetTail | None:
 
 def serves_target(vllm_config: VllmConfig, layer_names: Iterable[str]) -> bool:
     """Whether any of these layers is the target's; a builder of drafters' layers alone never asks for the tail."""
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))  # type: ignore[type-abstract]
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase, list(layer_names))
     return any(not layer.is_draft_layer for layer in layers.values())
 
 
@@ -236,7 +236,7 @@ def check_backends(vllm_config: VllmConfig, draft_layers: Iterable[str] = ()) ->
             '"tree" in the speculative_config'
         )
     trees_of_drafts = set(draft_layers)
-    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
     for name, layer in layers.items():
         if layer.is_draft_layer and name not in trees_of_drafts:
             continue

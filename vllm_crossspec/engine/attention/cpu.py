@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-import triton
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -40,6 +39,7 @@ from vllm_crossspec.engine.attention.copies import (
     write_cache_naive,
 )
 from vllm_crossspec.engine.attention.scratch import write_level, write_level_naive
+from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.verify.naive import unpack_bits
 from vllm_crossspec.verify.tail_attention import soft_words
 
@@ -252,7 +252,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             kv_cache: [blocks, Hkv, block_size, 2 * Dh].
             slot_mapping: int64 [T], -1 for padding.
         """
-        write = write_cache_naive if triton.knobs.runtime.interpret else write_cache
+        write = write_cache if runs_kernels() else write_cache_naive
         write(key, value, kv_cache, slot_mapping)
 
     def forward(
@@ -329,7 +329,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         num_rows = tail.num_reqs * tail.queries_per_req
         key, value = key[:num_rows], value[:num_rows]
         if self.two_passes:
-            write = write_level_naive if triton.knobs.runtime.interpret else write_level
+            write = write_level if runs_kernels() else write_level_naive
             write(key, value, tail)
             lse = torch.empty(self.num_heads, num_rows)
             for request in _requests(metadata)[: tail.num_reqs]:
@@ -345,7 +345,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         above = length - tail.queries_per_req + tail.has_shared
         if prefixes.num_rows != above:
             copy_tail(tail.scratch, above, dense, [request.length for request in prefixes.requests])
-        append = append_level_naive if triton.knobs.runtime.interpret else append_level
+        append = append_level if runs_kernels() else append_level_naive
         hidden = append(key, value, tail, length, dense, metadata.seq_lens)
         prefixes.num_rows = length
         for request, content in zip(prefixes.requests, dense, strict=True):

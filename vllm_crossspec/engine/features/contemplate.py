@@ -12,7 +12,7 @@ vLLM's own. So the first round of a request drafts without a future.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,63 +24,19 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_crossspec.contemplate import batched, kernels
+from vllm_crossspec.contemplate import kernels, torch_ops
 from vllm_crossspec.contemplate.layout import verified_nodes
 from vllm_crossspec.drafters.base import drafter_kind
-from vllm_crossspec.tree.state import TreeState
+from vllm_crossspec.engine.features.base import Feature
+from vllm_crossspec.engine.step import Step
+from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.types import Futures
 
 logger = init_logger("vllm.crossspec")
 
 
-def num_soft_prompts(speculator: Any) -> int:
-    """s of the drafter that contemplates; 0 where none does."""
-    configs = (p.speculative_config.draft_model_config for p in speculator.proposers.values())
-    return max((getattr(c.hf_config, "num_soft_prompts", 0) for c in configs if c is not None), default=0)
-
-
-def contemplate_for(runner: Any) -> "Contemplation":
-    """Have the target of ``runner`` contemplate for the drafter that wants it; both are loaded.
-
-    From then on the runner must ask for embeddings (``uses_inputs_embeds``).
-    """
-    host, settings = runner.speculator, runner.settings
-    name = next(n for n, d in settings.drafters.items() if drafter_kind(d.kind, "").contemplates)
-    proposer = host.proposers[name]
-    made = Contemplation(
-        proposer.model,
-        host.tap_indices[name],
-        runner.tree_state,
-        runner.max_num_reqs,
-        runner.max_num_tokens,
-        runner.dtype,
-        runner.device,
-    )
-    made.install(runner)
-    proposer.futures = Futures(made.futures, made.has_future)
-    logger.info(
-        "crossspec: the target contemplates for %s: up to %d rows of a request in a step (%d draft nodes, the last "
-        "token and a contemplate row for each), %d soft prompts a layer; %.1f MiB",
-        name,
-        runner.tree_state.num_rows,
-        runner.tree_state.num_nodes,
-        proposer.model.soft_prompts.keys.shape[2],
-        made.num_bytes / 2**20,
-    )
-    return made
-
-
-class Contemplation:
+class Contemplate(Feature):
     """Contemplate rows of one engine.
-
-    Args:
-        model: the drafter's (``engine.models.confu``), loaded.
-        taps: which of the target's tapped states its gate reads.
-        state: of the trees.
-        max_num_reqs: S.
-        max_num_tokens: most rows of a step.
-        dtype: of the target.
-        device: of the target.
 
     Attributes:
         futures: [S, H] final state of the contemplate row behind each slot's last accepted token.
@@ -89,18 +45,44 @@ class Contemplation:
         inputs_embeds: [rows, H] what the target reads instead of token ids.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        taps: list[int],
-        state: TreeState,
-        max_num_reqs: int,
-        max_num_tokens: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ):
-        self.model, self.taps, self.state, self.device = model, taps, state, device
-        hidden = model.contemplate_embed.experts.shape[1]
+    name = "contemplate"
+
+    @staticmethod
+    def is_wanted(runner: Any) -> bool:
+        """See the base class."""
+        return runner.settings.contemplates
+
+    @property
+    def num_soft_prompts(self) -> int:  # type: ignore[override]
+        """s of the drafter that contemplates."""
+        configs = (p.speculative_config.draft_model_config for p in self.runner.speculator.proposers.values())
+        return max((getattr(c.hf_config, "num_soft_prompts", 0) for c in configs if c is not None), default=0)
+
+    def loaded(self) -> None:
+        """Have the target contemplate: from now on the runner asks for embeddings."""
+        runner, settings = self.runner, self.runner.settings
+        name = next(n for n, d in settings.drafters.items() if drafter_kind(d.kind, "").contemplates)
+        proposer, state = runner.speculator.proposers[name], runner.draft_state
+        self.model, self.taps = proposer.model, runner.speculator.tap_indices[name]
+        self._allocate(self.model.contemplate_embed.experts.shape[1])
+        self._install()
+        runner.uses_inputs_embeds = True
+        proposer.futures = Futures(self.futures, self.has_future)
+        logger.info(
+            "crossspec: the target contemplates for %s: up to %d rows of a request in a step (%d draft nodes, the last "
+            "token and a contemplate row for each), %d soft prompts a layer; %.1f MiB",
+            name,
+            state.num_rows,
+            state.num_nodes,
+            self.model.soft_prompts.keys.shape[2],
+            self.num_bytes / 2**20,
+        )
+
+    def _allocate(self, hidden: int) -> None:
+        """Buffers for S slots and the target's hidden size."""
+        runner, state = self.runner, self.runner.draft_state
+        max_num_reqs, max_num_tokens = runner.max_num_reqs, runner.max_num_tokens
+        dtype, device = runner.dtype, runner.device
         self.futures = torch.zeros(max_num_reqs, hidden, dtype=dtype, device=device)
         self.embeds = torch.zeros(max_num_reqs, hidden, dtype=dtype, device=device)
         self.has_future = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
@@ -110,7 +92,7 @@ class Contemplation:
         self._rows = torch.zeros(max_logits, dtype=torch.int64, device=device)
         self._slots = torch.zeros(max_logits, dtype=torch.int64, device=device)
         self._places = torch.zeros(max_logits, dtype=torch.int32, device=device)
-        room = kernels if device.type != "cpu" else batched
+        room = kernels if runs_kernels() else torch_ops
         self._contemplate: Callable[..., None] = room.contemplate
         self._write_rows: Callable[..., None] = room.write_contemplate_rows
 
@@ -123,10 +105,11 @@ class Contemplation:
 
     # -- what the target sees -----------------------------------------------------------------------------------
 
-    def install(self, runner: Any) -> None:
+    def _install(self) -> None:
         """Give the target's layers their soft prompts, and its forward pass embeddings in the place of token ids."""
+        runner = self.runner
         # Not all that vLLM's forward context holds is attention: the experts of a target are there, too.
-        layers = get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase)  # type: ignore[type-abstract]
+        layers = get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase)
         self.soft_bytes = self._place_soft_prompts(layers)
         model_state, target = runner.model_state, runner.model
         own_embeds = model_state.prepare_inputs_embeds if runner.uses_inputs_embeds else None
@@ -164,40 +147,40 @@ class Contemplation:
 
     def _write(self, batch: Any) -> None:
         """The embeddings of the batch's contemplate rows."""
-        if self.state.cu_rows is None:
+        step = self.runner.step
+        if step is None or step.planned_rows is None:
             return
         self._write_rows(
             embeds=self.inputs_embeds,
             contemplate_embeds=self.embeds,
             idx_mapping=batch.idx_mapping,
             query_start_loc=batch.query_start_loc,
-            cu_rows=self.state.cu_rows,
-            max_rows=self.state.num_rows,
+            cu_rows=step.planned_rows,
+            max_rows=self.runner.draft_state.num_rows,
         )
 
-    def forget(self, slots: list[int]) -> None:
-        """Other requests take these slots: nothing is known of their future, and nothing chooses an embedding."""
-        on_device = async_tensor_h2d(np.array(slots, dtype=np.int64), device=self.device)
+    def added(self, requests: Sequence[Any], slots: list[int]) -> None:
+        """Nothing is known of these requests' future, and nothing chooses an embedding."""
+        on_device = async_tensor_h2d(np.array(slots, dtype=np.int64), device=self.runner.device)
         self.has_future.index_fill_(0, on_device, 0)
         self.embeds.index_fill_(0, on_device, 0)
 
     # -- the step -----------------------------------------------------------------------------------------------
 
-    def split(self, batch: Any) -> Any:
-        """vLLM's batch with logits of the root and the draft nodes alone.
+    def split(self, step: Step) -> None:
+        """Logits of the root and the draft nodes alone.
 
         ``num_draft_tokens`` and ``num_draft_tokens_per_req`` stay the scheduler's, contemplate rows included.
         """
-        if not batch.num_draft_tokens:
-            self.state.cu_rows = None
-            return batch
-        self.state.cu_rows = batch.cu_num_logits
-        num_reqs = batch.num_reqs
+        if not step.has_drafts:
+            return
+        batch = step.batch
+        step.planned_rows, num_reqs = batch.cu_num_logits, batch.num_reqs
         # ``layout.verified_nodes`` of each request's draft tokens, and the root.
         counts = np.maximum(batch.num_draft_tokens_per_req - 1, 0) // 2 + 1
         starts = np.zeros(num_reqs + 1, dtype=np.int32)
         np.cumsum(counts, out=starts[1:])
-        cu_nodes = async_tensor_h2d(starts, device=self.device)
+        cu_nodes = async_tensor_h2d(starts, device=self.runner.device)
         num_logits = int(starts[-1])
         rows, slots, places = (x[:num_logits] for x in (self._rows, self._slots, self._places))
         kernels.split_rows(
@@ -209,7 +192,7 @@ class Contemplation:
             expanded_idx_mapping=slots,
             expanded_local_pos=places,
         )
-        return dataclasses.replace(
+        step.batch = dataclasses.replace(
             batch,
             logits_indices=rows,
             expanded_idx_mapping=slots,
@@ -218,17 +201,19 @@ class Contemplation:
             cu_num_logits_np=starts,
         )
 
-    def verified(self, batch: Any) -> Any:
-        """The batch of :meth:`split` as sampling and grammars see it: draft tokens are the draft nodes."""
-        if self.state.cu_rows is None:
-            return batch
-        return dataclasses.replace(batch, num_draft_tokens_per_req=np.diff(batch.cu_num_logits_np) - 1)
+    def before_sampling(self, step: Step, batch: Any, grammar_output: Any) -> tuple[Any, Any]:
+        """Sampling and grammars see draft nodes as draft tokens, and nothing of contemplate rows."""
+        if step.planned_rows is None:
+            return batch, grammar_output
+        if grammar_output is not None:
+            grammar_output = self._masks_of(batch, grammar_output)
+        return dataclasses.replace(batch, num_draft_tokens_per_req=np.diff(batch.cu_num_logits_np) - 1), grammar_output
 
-    def masks_of(self, batch: Any, grammar_output: Any) -> Any:
+    def _masks_of(self, batch: Any, grammar_output: Any) -> Any:
         """The scheduler's grammar masks without those of contemplate rows, which follow each request's nodes.
 
         Args:
-            batch: of :meth:`split`.
+            batch: of the step.
             grammar_output: vLLM's; its masks are one for every row that the scheduler planned, request by request.
         """
         numbers = {req_id: index for index, req_id in enumerate(batch.req_ids)}
@@ -240,25 +225,19 @@ class Contemplation:
         masks = grammar_output.grammar_bitmask[np.concatenate(kept)] if kept else grammar_output.grammar_bitmask
         return dataclasses.replace(grammar_output, grammar_bitmask=masks)
 
-    def observe(self, batch: Any, final_states: torch.Tensor, tapped: list[torch.Tensor]) -> None:
-        """Keep what the step's last accepted rows leave: futures, and the next contemplate rows' embeddings.
-
-        Args:
-            batch: of :meth:`split`, verified; its accepted paths are in the trees' state, and nothing has moved yet.
-            final_states: [T, H].
-            tapped: the [T, H] states of all tapped layers.
-        """
-        if not tapped:
+    def sampled(self, step: Step, final_states: torch.Tensor) -> None:
+        """Keep what the step's last accepted rows leave: futures, and the next contemplate rows' embeddings."""
+        if not step.tapped:
             return
-        mixture, rows = self.model.contemplate_embed, self.state.cu_rows
+        mixture, batch, state = self.model.contemplate_embed, step.batch, self.runner.draft_state
         self._contemplate(
             final_states=final_states,
-            taps=[tapped[i] for i in self.taps],
+            taps=[step.tapped[i] for i in self.taps],
             idx_mapping=batch.idx_mapping,
             query_start_loc=batch.query_start_loc,
-            cu_rows=batch.cu_num_logits if rows is None else rows,
-            num_sampled=self.state.num_sampled,
-            path=self.state.path,
+            cu_rows=step.cu_rows,
+            num_sampled=state.num_sampled,
+            path=state.path,
             router=mixture.router,
             experts=mixture.experts,
             top=mixture.top,

@@ -1,102 +1,69 @@
 """Records what became of every tree, with its Phi: what `crossspec calibrate heterospec` fits bins to."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import triton
-from safetensors.torch import save
 
-from vllm_crossspec.config import CrossSpecConfig
-from vllm_crossspec.engine.proposers.base import Proposer
+from vllm_crossspec.engine.features.base import Feature
 from vllm_crossspec.engine.requests import WARM_UP_REQUESTS
-from vllm_crossspec.tree.state import TreeState
+from vllm_crossspec.engine.step import Step
+from vllm_crossspec.engine.step_records import StepRecords
+from vllm_crossspec.types import Candidates
 
 STEPS_ON_DEVICE = 64
 """Steps whose records wait on the device before they are moved to the host at once."""
 
 
-class RoundRecord(NamedTuple):
-    """What one step leaves of the requests that brought drafts.
-
-    Attributes:
-        request_ids: R of them, vLLM's own.
-        tensors: ``phi`` float32 [R] (nats), ``path`` int32 [R, D + 1] rows of the walk from the root (0),
-            ``num_sampled`` int32 [R], of which all but the last are accepted drafts, ``parents`` uint8 [R, N] row of
-            each node's parent, ``size`` int32 [R] live nodes.
-    """
-
-    request_ids: list[str]
-    tensors: dict[str, torch.Tensor]
-
-
-def make_recorder(
-    settings: CrossSpecConfig, state: TreeState, proposers: Mapping[str, Proposer]
-) -> "RoundRecorder | None":
-    """A recorder where the settings ask for one; interpreted kernels then give way to PyTorch, which is much quicker.
-
-    Args:
-        settings: of the engine.
-        state: of the trees.
-        proposers: by name.
-    """
-    if not settings.records_trees:
-        return None
-    if triton.knobs.runtime.interpret:
-        for proposer in proposers.values():
-            proposer.build_in_batches()
-    return RoundRecorder(state)
-
-
-class RoundRecorder:
-    """Copies, between a verification and the next draft, what the state of the trees then holds.
+class RoundRecorder(Feature):
+    """Copies, between a verification and the next draft, what is then known of the trees.
 
     It adds a few copies on the device to a step, and waits for it once in 64 steps: it is for collecting, not for
     serving.
 
-    Args:
-        state: of the trees; whoever drafts them keeps Phi there.
+    Of the requests of a step that brought drafts it keeps ``phi`` float32 [R] (nats), ``path`` int32 [R, D + 1] rows of
+    the walk from the root (0), ``num_sampled`` int32 [R], of which all but the last are accepted drafts, ``parents``
+    uint8 [R, N] row of each node's parent, and ``size`` int32 [R] live nodes.
+
+    Attributes:
+        phi: float32 [S] HeteroSpec's Phi of each slot's tree as drafted, in nats; NaN where nobody computed it.
     """
 
-    def __init__(self, state: TreeState):
-        self.state = state
-        self._waiting: list[RoundRecord] = []
-        self._on_host: list[RoundRecord] = []
+    name = "rounds"
 
-    def record(self, batch: Any) -> None:
-        """Keep the step's verified trees.
+    def __init__(self, runner: Any):
+        super().__init__(runner)
+        self.phi = torch.full((runner.max_num_reqs,), float("nan"), dtype=torch.float32, device=runner.device)
+        self._records = StepRecords(STEPS_ON_DEVICE)
 
-        Args:
-            batch: vLLM's InputBatch, after it was verified and before its next drafts are kept.
-        """
+    @staticmethod
+    def is_wanted(runner: Any) -> bool:
+        """See the base class."""
+        return runner.settings.records_trees
+
+    def drafted(self, name: str, batch: Any, candidates: Candidates) -> None:
+        """Keep Phi until the trees are verified."""
+        if candidates.sizing is not None:
+            self.phi[batch.idx_mapping] = candidates.sizing.phi
+
+    def sampled(self, step: Step, final_states: torch.Tensor) -> None:
+        """Keep the step's verified trees, before their successors are drafted."""
+        if not step.has_drafts:
+            return
+        batch, state = step.batch, self.runner.draft_state
         # Verification requests lead the batch (vLLM sorts it so).
         num_reqs = int((batch.num_draft_tokens_per_req > 0).sum())
         if not num_reqs or batch.req_ids[0].startswith(WARM_UP_REQUESTS):
             return
-        state, slots = self.state, batch.idx_mapping[:num_reqs].long()
+        slots = batch.idx_mapping[:num_reqs].long()
         tensors = {
-            "phi": state.phi[slots],
+            "phi": self.phi[slots],
             "path": state.path[:num_reqs].clone(),
             "num_sampled": state.num_sampled[:num_reqs].clone(),
             "parents": state.parents[slots].to(torch.uint8),
             "size": state.num_live[:num_reqs].clone(),
         }
-        self._waiting.append(RoundRecord(list(batch.req_ids[:num_reqs]), tensors))
-        if len(self._waiting) >= STEPS_ON_DEVICE:
-            self._move_to_host()
-
-    def _move_to_host(self) -> None:
-        """One copy per tensor for all waiting steps; waits for the device."""
-        if not self._waiting:
-            return
-        ids = [request_id for record in self._waiting for request_id in record.request_ids]
-        names = self._waiting[0].tensors
-        joined = {name: torch.cat([record.tensors[name] for record in self._waiting]).cpu() for name in names}
-        self._on_host.append(RoundRecord(ids, joined))
-        self._waiting = []
+        self._records.add(list(batch.req_ids[:num_reqs]), tensors)
 
     def take(self) -> list[tuple[list[str], bytes]]:
-        """What was recorded since the last call, as (request ids, tensors in safetensors' format); waits."""
-        self._move_to_host()
-        taken, self._on_host = self._on_host, []
-        return [(record.request_ids, save(record.tensors)) for record in taken]
+        """What was recorded since the last call (see ``StepRecords.take``)."""
+        return self._records.take()

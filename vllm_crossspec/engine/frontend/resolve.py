@@ -47,7 +47,7 @@ def resolve(settings: CrossSpecConfig, target: TargetFacts, has_weights: bool = 
                 "tree": tree,
             }
         )
-    longest = max(d.tree.num_nodes or d.num_speculative_tokens for d in drafters.values())
+    longest = max(d.tree.num_nodes or d.num_speculative_tokens or 0 for d in drafters.values())
     return settings.model_copy(update={"drafters": drafters, "num_speculative_tokens": longest})
 
 

@@ -1,9 +1,4 @@
-"""Verifications of different widths: steps in which each request brings its own number of draft nodes.
-
-The scheduler plans for every request's whole tree, one step ahead of the drafts. What a tree turned out to need is
-known when the step begins: the nodes beyond are taken out of it here, before anything reads the plan. To the scheduler
-they are drafts that were rejected.
-"""
+"""CUDA graphs of verifications to which each request may bring its own number of draft nodes."""
 
 from typing import Any
 
@@ -16,8 +11,6 @@ from vllm_crossspec.adaptive.calibration import policies
 from vllm_crossspec.config import CrossSpecConfig
 from vllm_crossspec.engine.vllm_api.speculative import without_schedule
 
-# -- CUDA graphs ----------------------------------------------------------------------------------------------
-
 
 class ManyWidths(CudaGraphManager):
     """CUDA graphs of further widths beside those of vLLM's own manager; mixed in before one of its classes.
@@ -29,6 +22,10 @@ class ManyWidths(CudaGraphManager):
         query_lens: rows of a request, of each width.
         mixes: whether to capture graphs for batches of several widths. The attention must allow it.
     """
+
+    decode_query_len: int
+    vllm_config: Any
+    varlen_decode: bool
 
     def __init__(self, *arguments: Any, query_lens: tuple[int, ...], mixes: bool = False, **options: Any):
         self.query_lens, self.mixes = tuple(sorted(set(query_lens))), mixes

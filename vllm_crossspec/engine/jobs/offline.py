@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from vllm_crossspec.twins import runs_kernels
+
 Emit = Callable[..., None]
 WARM_UP_TOKENS = 4
 
@@ -187,7 +189,8 @@ class Conversation:
         if chat and not template:
             raise ValueError("this model's tokenizer has no chat template: pass --raw")
         self._chat = template if chat is None else chat
-        self._where, self._turns, self._messages = row["where"], row["turns"], []
+        self._where, self._turns = row["where"], row["turns"]
+        self._messages: list[dict[str, str]] = []
 
     def __len__(self) -> int:
         return len(self._turns)
@@ -276,7 +279,6 @@ def _silent(event: str, **fields: Any) -> None:
 
 def environment() -> dict[str, Any]:
     """What ran: versions, device, and whether Triton's kernels were interpreted."""
-    import triton
     from vllm.platforms import current_platform
     from vllm.version import __version__
 
@@ -288,7 +290,7 @@ def environment() -> dict[str, Any]:
             **{name: metadata.version(name) for name in names},
         },
         "device": "cpu" if current_platform.is_cpu() else current_platform.get_device_name(),
-        "kernels_interpreted": bool(triton.knobs.runtime.interpret),
+        "kernels_interpreted": not runs_kernels(),
     }
 
 

@@ -37,7 +37,7 @@ class Mixture(nn.Module):
         return (weights[..., None] * self.experts[best.indices].float()).sum(-2).to(self.experts.dtype)
 
 
-class ConfuForCausalLM(Eagle3LlamaForCausalLM):  # type: ignore[misc]
+class ConfuForCausalLM(Eagle3LlamaForCausalLM):
     """The drafter as vLLM loads it; the soft prompts and contemplate embeddings are for the target."""
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):

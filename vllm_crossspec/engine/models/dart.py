@@ -19,7 +19,7 @@ from vllm.model_executor.models.utils import (
 )
 
 
-class DartLayer(LlamaDecoderLayer):  # type: ignore[misc]
+class DartLayer(LlamaDecoderLayer):
     """EAGLE-3's decoder layer over entries and masks; all masks are one learned vector."""
 
     def __init__(self, vllm_config: VllmConfig, prefix: str, config: object):

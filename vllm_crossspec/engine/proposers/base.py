@@ -38,6 +38,7 @@ class Proposer(ABC):
     drafts_over_trees: bool = False
     contemplates: bool = False
     engine_config: VllmConfig
+    vllm_config: VllmConfig
     req_states: Any
     model: nn.Module
     speculative_config: Any
@@ -52,6 +53,8 @@ class Proposer(ABC):
     use_local_argmax_reduction: bool
     use_fp64_gumbel: bool
     max_num_reqs: int
+    hidden_size: int
+    dtype: torch.dtype
     supports_mm_inputs: bool
     pcp_manager: Any
 
@@ -138,10 +141,9 @@ class Proposer(ABC):
         return [group for group, members in enumerate(self.attn_groups) if members]
 
     # The rest is vLLM's own protocol for speculators, which its base class provides.
-    @abstractmethod
-    def load_model(self, target_model: nn.Module) -> None: ...
+    def load_model(self, target_model: nn.Module) -> None:
+        raise NotImplementedError
 
-    @abstractmethod
     def set_attn(
         self,
         model_state: Any,
@@ -149,13 +151,17 @@ class Proposer(ABC):
         block_tables: Any,
         target_input_buffers: Any,
         target_attn_groups: Any,
-    ) -> None: ...
+    ) -> None:
+        raise NotImplementedError
 
-    @abstractmethod
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None: ...
+    def set_eplb_state(self, eplb_state: Any) -> None:
+        raise NotImplementedError
 
-    @abstractmethod
-    def capture(self) -> None: ...
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        raise NotImplementedError
+
+    def capture(self) -> None:
+        raise NotImplementedError
 
 
 class HeadSampling:
@@ -202,21 +208,3 @@ def empty_tree(num_reqs: int, num_nodes: int, device: torch.device) -> TokenTree
 def first_rows(tree: TokenTree, num_reqs: int) -> TokenTree:
     """The trees of the first requests, as views."""
     return TokenTree(*(part[:num_reqs] for part in tree))
-
-
-def native_arguments(step: StepInputs) -> dict[str, Any]:
-    """The keyword arguments of vLLM's ``propose`` for this step."""
-    return {
-        "input_batch": step.batch,
-        "attn_metadata": step.attn_metadata,
-        "slot_mappings": step.slot_mappings,
-        "last_hidden_states": step.last_hidden_states,
-        "aux_hidden_states": step.tapped_hidden_states,
-        "num_sampled": step.num_sampled,
-        "num_rejected": step.num_rejected,
-        "last_sampled": step.last_sampled,
-        "next_prefill_tokens": step.next_prefill_tokens,
-        "temperature": step.temperature,
-        "seeds": step.seeds,
-        **step.options,
-    }

@@ -22,7 +22,7 @@ class DartProposer(DFlashProposer):
     """K tokens from one causal forward (Liu et al. 2026, section 3.2); buffers and graphs are the block drafter's."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
-        config = vllm_config.speculative_config.draft_model_config.hf_config  # type: ignore[union-attr]
+        config = vllm_config.speculative_config.draft_model_config.hf_config
         # vLLM's class for block drafters asks for the id of a mask token; DART's mask is a vector of its own.
         config.mask_token_id = 0
         # Its positions are the target's: vLLM lengthens the rotary table of EAGLE's drafters alone.

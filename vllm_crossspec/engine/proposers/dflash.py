@@ -9,8 +9,9 @@ from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator, prepare_dflash_inputs
 
 from vllm_crossspec.engine.draft_settings import DraftSettings
-from vllm_crossspec.engine.proposers.base import HeadSampling, Proposer, native_arguments
+from vllm_crossspec.engine.proposers.base import HeadSampling, Proposer
 from vllm_crossspec.engine.proposers.marginals import MarginalTreeProposer
+from vllm_crossspec.engine.vllm_api.propose import native_arguments
 from vllm_crossspec.engine.vllm_api.speculative import without_schedule
 from vllm_crossspec.engine.weights import load_drafter
 from vllm_crossspec.types import Candidates, StepInputs

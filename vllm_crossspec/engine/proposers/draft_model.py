@@ -32,6 +32,8 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
     # vLLM's dummy rounds leave room for so many rows a request.
     num_query_per_req = NUM_ROWS
 
+    hidden_states: torch.Tensor
+
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
         super().__init__(vllm_config, device)
         self.name, self.drafts = name, drafts

@@ -9,9 +9,10 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepar
 
 from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.graphs.rows import RowGraphManager
-from vllm_crossspec.engine.proposers.base import HeadSampling, Proposer, native_arguments
+from vllm_crossspec.engine.proposers.base import HeadSampling, Proposer
 from vllm_crossspec.engine.proposers.one_layer import write_entries
 from vllm_crossspec.engine.vllm_api import run
+from vllm_crossspec.engine.vllm_api.propose import native_arguments
 from vllm_crossspec.engine.weights import load_drafter
 from vllm_crossspec.types import Candidates, StepInputs
 

@@ -18,16 +18,17 @@ from vllm_crossspec.adaptive.calibration import load_policy
 from vllm_crossspec.adaptive.heterospec import AdaptivePolicy
 from vllm_crossspec.adaptive.sizer import TreeSizer
 from vllm_crossspec.contemplate.layout import planned_tokens
-from vllm_crossspec.drafters.eagle3 import batched as batched_levels
+from vllm_crossspec.drafters.eagle3 import torch_ops as levels_in_torch
 from vllm_crossspec.drafters.eagle3.levels import prepare_growth, prepare_level
 from vllm_crossspec.engine.attention.base import DraftTail
 from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.graphs.widths import FirstPassWidths
-from vllm_crossspec.engine.proposers.base import empty_tree, first_rows, native_arguments
+from vllm_crossspec.engine.proposers.base import empty_tree, first_rows
 from vllm_crossspec.engine.proposers.eagle3 import Eagle3Proposer
 from vllm_crossspec.engine.vllm_api import run
+from vllm_crossspec.engine.vllm_api.propose import native_arguments
 from vllm_crossspec.engine.vllm_api.speculative import without_schedule
-from vllm_crossspec.tree import batched as batched_tree
+from vllm_crossspec.tree import torch_ops as tree_in_torch
 from vllm_crossspec.tree.dynamic import Beam, DynamicTree
 from vllm_crossspec.types import Candidates, Sizing, StepInputs
 
@@ -67,7 +68,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
             "device": device,
             "first_row": self.shared_rows,
         }
-        self.builder: DynamicTree | batched_tree.DynamicTree = DynamicTree(**self._sizes)
+        self.builder: DynamicTree | tree_in_torch.DynamicTree = DynamicTree(**self._sizes)
         self.prepare_level: Callable[..., None] = prepare_level
         self.level_rows = top_k + self.shared_rows
         max_rows = max_num_reqs * self.level_rows
@@ -86,8 +87,8 @@ class Eagle3TreeProposer(Eagle3Proposer):
 
     def build_in_batches(self) -> bool:
         """See the base class."""
-        self.builder = batched_tree.DynamicTree(**self._sizes)
-        self.prepare_level = batched_levels.prepare_level
+        self.builder = tree_in_torch.DynamicTree(**self._sizes)
+        self.prepare_level = levels_in_torch.prepare_level
         if self.sizer is not None:
             self.sizer.assess_in_batches()
         return True
@@ -133,7 +134,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
             )
 
         self.level_cudagraph_manager = manager()
-        extensions = self.sizer.policy.extensions if self.grows_on else ()
+        extensions = self.sizer.policy.extensions if self.sizer is not None and self.grows_on else ()
         self.extension_managers = {extension: manager() for extension in sorted(set(extensions))}
 
     def _widen_first_pass(self, policy: AdaptivePolicy) -> None:

@@ -11,7 +11,7 @@ from vllm_crossspec.engine.heads import TargetKeys
 from vllm_crossspec.engine.proposers.base import Proposer, empty_tree, first_rows
 from vllm_crossspec.ngram.contexts import last_tokens
 from vllm_crossspec.ngram.store import NgramStore, open_store, place
-from vllm_crossspec.tree import batched
+from vllm_crossspec.tree import torch_ops
 from vllm_crossspec.tree.best_first import best_first
 from vllm_crossspec.tree.continuity import ContinuityTree, Scoring, product_scoring
 from vllm_crossspec.types import Candidates, StepInputs, TokenTree
@@ -52,14 +52,14 @@ class MarginalTrees:
         # The product of marginals needs no beam: a frontier finds the best prefixes one after another.
         needs_beam = drafts.tree.type == "continuity" or self.store is not None
         # A beam's lookups are hundreds of programs a level, too many for an interpreter.
-        search = batched.ContinuityTree if device.type == "cpu" else ContinuityTree
+        search = torch_ops.ContinuityTree if device.type == "cpu" else ContinuityTree
         self.builder = search(**self._sizes) if needs_beam else None
 
     def build_in_batches(self) -> None:
         """Build with PyTorch for the whole batch, where kernels are interpreted."""
-        self._build_product = batched.best_first
+        self._build_product = torch_ops.best_first
         if self.builder is not None:
-            self.builder = batched.ContinuityTree(**self._sizes)
+            self.builder = torch_ops.ContinuityTree(**self._sizes)
 
     def read_contexts(self, step: StepInputs, req_states: Any) -> None:
         """What n-grams go on from: the last known tokens of the batch; one launch before the drafter's forward."""

@@ -1,7 +1,7 @@
-"""What passes between a round of routing and vLLM: its inputs, its verdict, and batches of one row a request."""
+"""What passes between a round of routing and vLLM: what the host must know, and batches of one row a request."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -9,20 +9,6 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_crossspec.catchup.backlog import Array
 from vllm_crossspec.types import StepInputs
-
-
-class Inputs(NamedTuple):
-    """What vLLM hands to ``propose``, as far as a round of routing needs it (see ``StepInputs``)."""
-
-    batch: Any
-    last_hidden_states: torch.Tensor
-    tapped_hidden_states: list[torch.Tensor]
-    num_sampled: torch.Tensor
-    num_rejected: torch.Tensor
-    last_sampled: torch.Tensor
-    next_prefill_tokens: torch.Tensor
-    temperature: torch.Tensor
-    seeds: torch.Tensor
 
 
 class OneRowBatches:
@@ -69,7 +55,7 @@ class OneRowBatches:
             decode_graph_eligible=True,
         )
 
-    def step(self, step: Inputs, batch: Any, features: torch.Tensor, **options: Any) -> StepInputs:
+    def step(self, step: StepInputs, batch: Any, features: torch.Tensor, **options: Any) -> StepInputs:
         """What a proposer takes of such a batch; ``features`` [R, F] are those of its rows."""
         num_reqs = batch.num_reqs
         return StepInputs(
@@ -96,7 +82,7 @@ def packed_rows(*rows: Array, device: torch.device) -> torch.Tensor:
     return async_tensor_h2d(even, device=device)[:, :num_columns]
 
 
-class Verdict:
+class RouteCopy:
     """What a round's host code must know of the device: one copy of 8 bytes a request, and the one wait of a round.
 
     Args:

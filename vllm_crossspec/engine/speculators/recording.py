@@ -5,50 +5,35 @@ each drafter separately") and what its oracles are computed from (section 4). No
 target's own; how far each draft would have been accepted is read off the text afterwards.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import triton
-from safetensors.torch import save
 from torch import nn
 
 from vllm_crossspec.engine.requests import WARM_UP_REQUESTS
-from vllm_crossspec.engine.speculators.base import ProposerHost
+from vllm_crossspec.engine.speculators.single import SingleSpeculator
+from vllm_crossspec.engine.step_records import StepRecords
 from vllm_crossspec.types import Candidates, StepInputs
 
 STEPS_ON_DEVICE = 32
 """Steps whose records wait on the device before they are moved to the host at once."""
 
 
-class StepRecord(NamedTuple):
-    """What one step leaves of the requests that it gave a token.
-
-    Attributes:
-        request_ids: R of them, vLLM's own.
-        tensors: ``position`` int64 [R] of the last sampled token in its request, ``num_sampled`` int32 [R] (0 inside
-            a prompt: no record), ``hidden`` [R, H] and ``entropy`` float32 [R] (nats) of the target where it sampled
-            that token, and of every drafter ``tokens.NAME`` int32 [R, N] (-1 past its draft) and, if it drafts
-            trees, ``parents.NAME`` uint8 [R, N] (row of each node's parent; 0 is the sampled token).
-    """
-
-    request_ids: list[str]
-    tensors: dict[str, torch.Tensor]
-
-
-class RecordingHost(ProposerHost):
+class RecordingSpeculator(SingleSpeculator):
     """Asks every drafter for a draft after every token, keeps what they say, and hands the engine no draft at all.
 
     No drafter ever has anything to catch up with, for each takes part in every step.
+
+    Of the requests that a step gave a token it keeps ``position`` int64 [R] of the last sampled token in its request,
+    ``num_sampled`` int32 [R] (0 inside a prompt: no record), ``hidden`` [R, H] and ``entropy`` float32 [R] (nats) of
+    the target where it sampled that token, and of every drafter ``tokens.NAME`` int32 [R, N] (-1 past its draft) and,
+    if it drafts trees, ``parents.NAME`` uint8 [R, N] (row of each node's parent; 0 is the sampled token).
     """
 
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
-        if triton.knobs.runtime.interpret:
-            for proposer in self.proposers.values():
-                proposer.build_in_batches()
         self._target: nn.Module | None = None
-        self._waiting: list[StepRecord] = []
-        self._on_host: list[StepRecord] = []
+        self._records = StepRecords(STEPS_ON_DEVICE)
         self._slots: torch.Tensor | None = None
 
     def load_model(self, target_model: nn.Module) -> None:
@@ -56,56 +41,18 @@ class RecordingHost(ProposerHost):
         super().load_model(target_model)
         self._target = target_model
 
-    @torch.inference_mode()
-    def propose(self, input_batch: Any, *arguments: Any, **options: Any) -> torch.Tensor:
-        """Every drafter's draft for every request of the batch (arguments are vLLM's); none for the engine.
+    def round(self, step: StepInputs) -> torch.Tensor:
+        """Every drafter's draft for every request of the batch is kept; none is for the engine.
 
         Returns:
-            int64 [R, K] of -1.
+            int64 [R, N] of -1.
         """
-        if options.get("dummy_run", False):
-            return super().propose(input_batch, *arguments, **options)
-        step = self._step_inputs(input_batch, *arguments, **options)
-        if not input_batch.req_ids[0].startswith(WARM_UP_REQUESTS):
-            self._waiting.append(self._record(step, self._drafts(step)))
-        else:
-            self._drafts(step)
-        if len(self._waiting) >= STEPS_ON_DEVICE:
-            self._move_to_host()
-        return self.padded_tokens[: input_batch.num_reqs].fill_(-1)
-
-    def _step_inputs(
-        self,
-        input_batch: Any,
-        attn_metadata: dict[str, Any],
-        slot_mappings: dict[str, torch.Tensor],
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-        next_prefill_tokens: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        dp_sync_state: Any = None,
-        mm_inputs: Any = None,
-        **_: Any,
-    ) -> StepInputs:
-        """vLLM's arguments as our tuple, with all tapped states; the scheduler's draft length (0) is not meant here."""
-        return StepInputs(
-            input_batch,
-            attn_metadata,
-            slot_mappings,
-            last_hidden_states,
-            aux_hidden_states,
-            num_sampled,
-            num_rejected,
-            last_sampled,
-            next_prefill_tokens,
-            temperature,
-            seeds,
-            {"dp_sync_state": dp_sync_state, "mm_inputs": mm_inputs},
-        )
+        if step.is_dummy:
+            return super().round(step)
+        drafts = self._drafts(step)
+        if not step.batch.req_ids[0].startswith(WARM_UP_REQUESTS):
+            self._records.add(list(step.batch.req_ids[: step.batch.num_reqs]), self._tensors(step, drafts))
+        return self.kept.padded[: step.batch.num_reqs].fill_(-1)
 
     def _drafts(self, step: StepInputs) -> dict[str, Candidates]:
         """Every drafter's draft, in buffers of its own.
@@ -126,7 +73,7 @@ class RecordingHost(ProposerHost):
             )
         return drafts
 
-    def _record(self, step: StepInputs, drafts: dict[str, Candidates]) -> StepRecord:
+    def _tensors(self, step: StepInputs, drafts: dict[str, Candidates]) -> dict[str, torch.Tensor]:
         batch, num_reqs = step.batch, step.batch.num_reqs
         rows = batch.query_start_loc[1 : num_reqs + 1].long() - 1 - step.num_rejected[:num_reqs]
         hidden = step.last_hidden_states[rows]
@@ -141,30 +88,15 @@ class RecordingHost(ProposerHost):
             tensors["entropy"] = torch.distributions.Categorical(logits=logits.float()).entropy()
         for name, draft in drafts.items():
             tensors |= {f"{key}.{name}": value for key, value in _draft_tensors(draft, num_reqs).items()}
-        return StepRecord(list(batch.req_ids[:num_reqs]), tensors)
-
-    def _move_to_host(self) -> None:
-        """One copy per tensor for all waiting steps; waits for the device."""
-        if not self._waiting:
-            return
-        names = self._waiting[0].tensors
-        ids = [request_id for record in self._waiting for request_id in record.request_ids]
-        joined = {name: torch.cat([r.tensors[name] for r in self._waiting]).cpu() for name in names}
-        self._on_host.append(StepRecord(ids, joined))
-        self._waiting = []
+        return tensors
 
     def take_records(self) -> list[tuple[list[str], bytes]]:
-        """What was recorded since the last call, as (request ids, tensors in safetensors' format); waits.
-
-        Plain types, so that they pass between an engine's processes under any serialization.
-        """
-        self._move_to_host()
-        taken, self._on_host = self._on_host, []
-        return [(record.request_ids, save(record.tensors)) for record in taken]
+        """What was recorded since the last call (see ``StepRecords.take``)."""
+        return self._records.take()
 
 
 def _draft_tensors(draft: Candidates, num_reqs: int) -> dict[str, torch.Tensor]:
-    """Copies of a draft (its own buffers are written again at the next step), in the types of :class:`StepRecord`."""
+    """Copies of a draft (its own buffers are written again at the next step), in the types of the records."""
     if draft.tree is None:
         assert draft.tokens is not None
         return {"tokens": draft.tokens[:num_reqs].to(torch.int32)}

@@ -1,14 +1,15 @@
 """Which speculator an engine has, by its settings."""
 
 from vllm_crossspec.config import CrossSpecConfig
-from vllm_crossspec.engine.speculators.base import ProposerHost
-from vllm_crossspec.engine.speculators.recording import RecordingHost
-from vllm_crossspec.engine.speculators.routed import RoutedHost
+from vllm_crossspec.engine.speculators.base import Speculator
+from vllm_crossspec.engine.speculators.recording import RecordingSpeculator
+from vllm_crossspec.engine.speculators.routed import RoutedSpeculator
+from vllm_crossspec.engine.speculators.single import SingleSpeculator
 
 
-def speculator_class(settings: CrossSpecConfig) -> type[ProposerHost]:
+def speculator_class(settings: CrossSpecConfig) -> type[Speculator]:
     """The speculator for these settings."""
     if not settings.routes:
-        return ProposerHost
+        return SingleSpeculator
     is_recording = settings.router is not None and settings.router.policy == "record"
-    return RecordingHost if is_recording else RoutedHost
+    return RecordingSpeculator if is_recording else RoutedSpeculator

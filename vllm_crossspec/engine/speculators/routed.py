@@ -1,4 +1,4 @@
-"""The host that lets a router choose the drafter of every request in every round (WhiFlash, section 3)."""
+"""The speculator that lets a router choose the drafter of every request in every round (WhiFlash, section 3)."""
 
 import contextlib
 import functools
@@ -14,30 +14,26 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_crossspec.catchup.backlog import NO_SLOT, Array, Backlog, StepRows, Tokens, ranges
-from vllm_crossspec.catchup.kernels import locate, settle
+from vllm_crossspec.catchup.kernels import accepted_lengths, locate
 from vllm_crossspec.engine.graphs.context import ContextGraphs
-from vllm_crossspec.engine.proposers.base import empty_tree, first_rows
-from vllm_crossspec.engine.requests import WARM_UP_REQUESTS
-from vllm_crossspec.engine.speculators.base import ProposerHost
-from vllm_crossspec.engine.speculators.one_row import Inputs, OneRowBatches, Verdict, packed_rows
+from vllm_crossspec.engine.proposers.base import empty_tree
+from vllm_crossspec.engine.speculators.base import Speculator
+from vllm_crossspec.engine.speculators.one_row import OneRowBatches, RouteCopy, packed_rows
 from vllm_crossspec.engine.speculators.routers import make_router
-from vllm_crossspec.metrics.export import start_worker_export
 from vllm_crossspec.metrics.routing import RoutingCounters
 from vllm_crossspec.metrics.stages import StageClock
-from vllm_crossspec.tree.chain import chain
-from vllm_crossspec.tree.state import CHAIN, NOTHING
-from vllm_crossspec.types import TokenTree
+from vllm_crossspec.types import NO_DRAFTS, StepInputs
 
 logger = init_logger("vllm.crossspec")
 
-NOBODY = -1
+NO_DRAFTER = -1
 """The route of a request for which no drafter drafts."""
 
 MAX_TOKENS_AT_ONCE = 4096
 """Tokens of one catch-up; more are taken in by parts, for what all requests may have missed together is a lot."""
 
 
-class RoutedHost(ProposerHost):
+class RoutedSpeculator(Speculator):
     """One drafter drafts for a request in a round, whichever the router chose; the others do nothing.
 
     What the others miss waits as fused features in a bounded buffer each (``catchup.backlog``), and becomes keys and
@@ -45,7 +41,7 @@ class RoutedHost(ProposerHost):
     in the prefix cache. The drafter of a round starts from the last accepted token alone: one row a request.
 
     The round waits for the device once: the routes and the accepted lengths come to the host in one copy
-    (``one_row.Verdict``), while the device fuses and stores the step's features.
+    (``one_row.RouteCopy``), while the device fuses and stores the step's features.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
@@ -66,7 +62,7 @@ class RoutedHost(ProposerHost):
         self.routing = RoutingCounters(self.order, num_slots)
         self.clock = StageClock(("route", "store", "catch_up", "draft"), device)
         self.drafts = empty_tree(num_slots, self.num_speculative_steps, device)
-        self.verdict = Verdict(num_slots, device)
+        self.copied = RouteCopy(num_slots, device)
         self.one_row = OneRowBatches(num_slots, device)
         self.keeps_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
         self._shares_prefix = False
@@ -111,8 +107,8 @@ class RoutedHost(ProposerHost):
         self.routing.forget(slots)
         on_device = async_tensor_h2d(np.array(slots, dtype=np.int64), device=self.device)
         self.router.release(on_device)
-        if self.state is not None:
-            self.state.sizes.index_fill_(0, on_device, 0)  # nothing is drafted yet
+        if self.kept.state is not None:
+            self.kept.state.sizes.index_fill_(0, on_device, 0)  # nothing is drafted yet
         # Their blocks may be of a request that still runs, even of one that starts in the same step: all drafters
         # must have written them before these draft.
         self._shares_prefix |= any(num_computed)
@@ -129,82 +125,46 @@ class RoutedHost(ProposerHost):
 
     # -- the round --------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
-    def propose(
-        self,
-        input_batch: Any,
-        attn_metadata: dict[str, Any],
-        slot_mappings: dict[str, torch.Tensor],
-        last_hidden_states: torch.Tensor,
-        aux_hidden_states: list[torch.Tensor] | None,
-        num_sampled: torch.Tensor,
-        num_rejected: torch.Tensor,
-        last_sampled: torch.Tensor,
-        next_prefill_tokens: torch.Tensor,
-        temperature: torch.Tensor,
-        seeds: torch.Tensor,
-        dp_sync_state: Any = None,
-        dummy_run: bool = False,
-        skip_attn_for_dummy_run: bool = False,
-        mm_inputs: Any = None,
-        is_profile: bool = False,
-        num_speculative_tokens: int | None = None,
-    ) -> torch.Tensor:
-        """One round (vLLM's protocol): route, store, catch up, draft.
-
-        Returns:
-            int64 [R, N] draft tokens, of which a request's tree may fill less; contemplate rows follow.
-        """
-        step = Inputs(
-            input_batch,
-            last_hidden_states,
-            aux_hidden_states or [],
-            num_sampled,
-            num_rejected,
-            last_sampled,
-            next_prefill_tokens,
-            temperature,
-            seeds,
-        )
-        if dummy_run:
-            return self._plan(self._dummy_round(step, skip_attn_for_dummy_run, is_profile))
-        if not self._serving and not input_batch.req_ids[0].startswith(WARM_UP_REQUESTS):
-            self._start_serving()
-        drafts = self._round(step, num_speculative_tokens)
+    def round(self, step: StepInputs) -> torch.Tensor:
+        """Route, store, catch up, draft; see the base class. Trees may fill less than a request's row."""
+        if step.is_dummy:
+            return self.kept.plan(self._dummy_round(step))
+        self.serve(step.batch)
+        drafts = self._round(step)
         self.clock.end_round()
-        return self._plan(drafts)
+        return self.kept.plan(drafts)
 
-    def _round(self, step: Inputs, num_speculative_tokens: int | None) -> torch.Tensor:
+    def _round(self, step: StepInputs) -> torch.Tensor:
         input_batch = step.batch
         num_reqs = input_batch.num_reqs
         self.clock.mark()
         slots = input_batch.idx_mapping_np[:num_reqs].astype(np.int64)
-        settle(
+        accepted_lengths(
             idx_mapping=input_batch.idx_mapping[:num_reqs],
             query_start_loc=input_batch.query_start_loc,
             num_rejected=step.num_rejected,
             num_computed=self.req_states.num_computed_tokens.gpu,
-            last_rows=self.verdict.last_rows,
-            computed=self.verdict.computed,
+            last_rows=self.copied.last_rows,
+            computed=self.copied.computed,
         )
         self.router.decide(
             step.last_hidden_states,
-            self.verdict.last_rows[:num_reqs],
+            self.copied.last_rows[:num_reqs],
             input_batch.idx_mapping[:num_reqs],
             step.num_sampled,
-            self.verdict.routes[:num_reqs],
+            self.copied.routes[:num_reqs],
         )
-        self.verdict.start()
+        self.copied.start()
         self.clock.mark()
         self._store(step, slots)
         self.drafts.tokens[:num_reqs].zero_()
         self.clock.mark()
-        routes, computed = self.verdict.wait(num_reqs)
+        routes, computed = self.copied.wait(num_reqs)
         before, self.computed[slots] = self.computed[slots], computed
-        if num_speculative_tokens == 0:
-            routes = np.full_like(routes, NOBODY)
-        elif self.state is not None:
-            routes = np.where(self.state.modes[slots] == NOTHING, NOBODY, routes)
+        if step.num_scheduled == 0:
+            routes = np.full_like(routes, NO_DRAFTER)
+        elif self.kept.state is not None:
+            routes = np.where(self.kept.state.modes[slots] == NO_DRAFTS, NO_DRAFTER, routes)
         self._count(slots, routes, before)
         self._catch_up_round(slots, routes)
         self.clock.mark()
@@ -215,14 +175,15 @@ class RoutedHost(ProposerHost):
         self.clock.mark()
         return self.drafts.tokens[:num_reqs]
 
-    def _store(self, step: Inputs, slots: Array) -> None:
+    def _store(self, step: StepInputs, slots: Array) -> None:
         """Fuse the target states of every token that may have been accepted, and put them into the buffers."""
         batch = step.batch
         packed, rows = self._step_rows(batch, slots)
         everything = len(packed) == batch.num_tokens
         index = None if everything else async_tensor_h2d(packed, device=self.device)
         states = [
-            s[: batch.num_tokens] if index is None else s.index_select(0, index) for s in step.tapped_hidden_states
+            s[: batch.num_tokens] if index is None else s.index_select(0, index)
+            for s in step.tapped_hidden_states or ()
         ]
         for name, proposer in self.proposers.items():
             backlog = self.backlogs[name]
@@ -339,7 +300,7 @@ class RoutedHost(ProposerHost):
             )
         proposer.write_context(features.index_select(0, rows), next_tokens, positions, kv_slots)
 
-    def _draft(self, name: str, step: Inputs, slots: Array, rows: Array) -> None:
+    def _draft(self, name: str, step: StepInputs, slots: Array, rows: Array) -> None:
         """One drafter drafts for the requests of ``rows``, from the last accepted token of each."""
         proposer, backlog, own = self.proposers[name], self.backlogs[name], slots[rows]
         ends = self.computed[own]
@@ -348,27 +309,14 @@ class RoutedHost(ProposerHost):
         batch = self.one_row.batch(step.batch, rows, ends, packed)
         self.block_tables.gather_block_tables(batch.idx_mapping, num_reqs_padded=len(rows))
         inputs = self.one_row.step(step, batch, backlog.features.index_select(0, packed[3]))
-        candidates = proposer.propose_step(proposer.start_rows(inputs))
-        tree = candidates.tree
-        if tree is None:
-            chain(tokens=candidates.tokens, out=self.chains)
-            tree = first_rows(self.chains, len(rows))
-        self._keep_tree(batch, tree)
-        self._note_sizing(name, batch, candidates.sizing)
-        self.drafts.tokens.index_copy_(0, packed[0], tree.tokens)
+        tokens = self.keep(name, batch, proposer.propose_step(proposer.start_rows(inputs)))
+        self.drafts.tokens.index_copy_(0, packed[0], tokens)
         self.counters.mark_drafted(batch.idx_mapping, tuple(self.proposers).index(name))
 
-    def _keep_tree(self, batch: Any, tree: TokenTree) -> None:
-        """Keep the shapes of the drafts for their verification."""
-        state = self.state
-        assert state is not None
-        if (state.modes[batch.idx_mapping_np] == CHAIN).any():
-            self._make_chains(batch, tree)
-        state.store(batch.idx_mapping, tree)
-
-    def _dummy_round(self, step: Inputs, skip_attn: bool, is_profile: bool) -> torch.Tensor:
+    def _dummy_round(self, step: StepInputs) -> torch.Tensor:
         """Every drafter drafts for made-up requests: memory profiles, graphs and kernels depend on it."""
-        num_reqs = step.batch.num_reqs
+        num_reqs, tapped = step.batch.num_reqs, step.tapped_hidden_states
+        skip_attn, is_profile = step.options["skip_attn_for_dummy_run"], step.options["is_profile"]
         rows = np.arange(num_reqs, dtype=np.int64)
         ends = np.ones(num_reqs, dtype=np.int64)
         packed = packed_rows(rows, rows, ends - 1, device=self.device)
@@ -378,15 +326,15 @@ class RoutedHost(ProposerHost):
         for name, proposer in self.proposers.items():
             if self._alone not in (None, name):
                 continue
-            if is_profile and step.tapped_hidden_states:  # the largest that a round allocates
-                proposer.fuse(torch.cat([step.tapped_hidden_states[i] for i in self.tap_indices[name]], dim=-1))
+            if is_profile and tapped:  # the largest that a round allocates
+                proposer.fuse(torch.cat([tapped[i] for i in self.tap_indices[name]], dim=-1))
             features = self.backlogs[name].features[:num_reqs]
             inputs = self.one_row.step(
                 step, batch, features, dummy_run=True, skip_attn_for_dummy_run=skip_attn, is_profile=is_profile
             )
-            tree = proposer.propose_step(proposer.start_rows(inputs)).tree
-            if tree is not None and self.state is not None:
-                self._make_chains(batch, tree)
+            drafted = proposer.propose_step(proposer.start_rows(inputs))
+            if drafted.tree is not None:
+                self.kept.keep(drafted, batch, dummy_run=True)
         return self.drafts.tokens[:num_reqs]
 
     @contextlib.contextmanager
@@ -400,14 +348,6 @@ class RoutedHost(ProposerHost):
 
     # -- figures ----------------------------------------------------------------------------------------------
 
-    def _start_serving(self) -> None:
-        self.routing.reset()
-        self.clock.reset()
-        super()._start_serving()
-
-    def _start_export(self) -> None:
-        start_worker_export(self.counters, self.routing, self.clock, self.sizes)
-
     def routing_stats(self) -> dict[str, Any]:
         """Decisions, switches and missed tokens so far."""
-        return {**self.routing.snapshot(), "waits": self.verdict.num_waits, "seconds": dict(self.clock.seconds)}
+        return {**self.routing.snapshot(), "waits": self.copied.num_waits, "seconds": dict(self.clock.seconds)}

@@ -14,7 +14,8 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device):
-        self.is_cuda, self.marks = device.type == "cuda", []
+        self.is_cuda = device.type == "cuda"
+        self.marks: list[Any] = []
 
     def mark(self) -> None:
         """Note the time."""

@@ -7,7 +7,7 @@ import torch
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext, LogitsProcessor
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
-from vllm_crossspec.tree.state import TreeState
+from vllm_crossspec.engine.draft_state import DraftState
 from vllm_crossspec.verify.penalties import tree_penalties
 
 
@@ -19,7 +19,7 @@ class TreePenalties(LogitsProcessor):
         state: of the trees.
     """
 
-    def __init__(self, chain: PenaltiesState, state: TreeState):
+    def __init__(self, chain: PenaltiesState, state: DraftState):
         self.chain, self.state = chain, state
         self.live_per_row: torch.Tensor | None = None
 

@@ -5,6 +5,8 @@ where the noise is keyed by seed and position, in distribution otherwise, for ev
 sampler knows.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
@@ -16,8 +18,8 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import _iter_request_chunks, get_max_chunk_logits
 
+from vllm_crossspec.engine.draft_state import DraftState
 from vllm_crossspec.engine.verification.penalties import TreePenalties
-from vllm_crossspec.tree.state import TreeState
 from vllm_crossspec.verify.walk import walk_tree
 
 
@@ -26,14 +28,18 @@ class MatchVerifier:
 
     Args:
         sampler: vLLM's.
-        state: of the trees; ``num_live`` of the step must be there (``verify.rows``).
+        state: of the drafts, those of the step laid out.
+        planned_rows: tells ``Step.planned_rows`` of the step under way.
+
+    Attributes:
         penalties: the processor that needs the step's live rows; None where all drafts are chains.
     """
 
     enable_adaptive_verification = False  # vLLM's warm-up on a GPU asks its rejection sampler for this
 
-    def __init__(self, sampler: Sampler, state: TreeState, penalties: TreePenalties | None):
-        self.sampler, self.state, self.penalties = sampler, state, penalties
+    def __init__(self, sampler: Sampler, state: DraftState, planned_rows: Callable[[], torch.Tensor | None]):
+        self.sampler, self.state, self.planned_rows = sampler, state, planned_rows
+        self.penalties: TreePenalties | None = None
 
     def __call__(
         self,
@@ -77,7 +83,8 @@ class MatchVerifier:
         logprobs = None
         if wants_logprobs is not None:
             logprobs = self._logprobs(processed if processed is not None else logits, batch, wants_logprobs[0])
-        rows = batch.cu_num_logits if state.cu_rows is None else state.cu_rows
+        planned = self.planned_rows()
+        rows = batch.cu_num_logits if planned is None else planned
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             num_sampled, batch.seq_lens, rows, batch.idx_mapping, sampler.req_states.prefill_len.gpu
         )

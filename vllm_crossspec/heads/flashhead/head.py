@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from vllm_crossspec.heads.flashhead import kernels, vectorised
+from vllm_crossspec.heads.flashhead import kernels, torch_ops
 from vllm_crossspec.heads.flashhead.assets import Assets
 
 MAX_TOP_K = 64
@@ -118,7 +118,7 @@ class FlashHead:
         """
         out = self._best[: self._check(hidden)]
         if not self._uses_kernels:
-            return out.copy_(vectorised.best_token(*self._candidates(hidden, noise, is_unique=False)))
+            return out.copy_(torch_ops.best_token(*self._candidates(hidden, noise, is_unique=False)))
         self._score(hidden, noise, keeps_all=noise is not None)
         kernels.best_token(packed=self._buffers.packed, out=out)
         return out
@@ -130,7 +130,7 @@ class FlashHead:
         out = TopTokens(self._top[:num_rows], self._log_probs[:num_rows])
         if not self._uses_kernels:
             scores, ids = self._candidates(hidden, noise, is_unique=True)
-            for buffer, found in zip(out, vectorised.top_tokens(scores, ids, self.top_k), strict=True):
+            for buffer, found in zip(out, torch_ops.top_tokens(scores, ids, self.top_k), strict=True):
                 buffer.copy_(found)
             return out
         self._score(hidden, noise, keeps_all=True)
@@ -145,8 +145,8 @@ class FlashHead:
         self, hidden: torch.Tensor, noise: Noise | None, is_unique: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores and ids [B, N] by PyTorch operations."""
-        clusters = vectorised.select_clusters(hidden, self._centroids, self.num_probes, self.margin)
-        scores, ids = vectorised.score(hidden, self._tokens, clusters, is_unique)
+        clusters = torch_ops.select_clusters(hidden, self._centroids, self.num_probes, self.margin)
+        scores, ids = torch_ops.score(hidden, self._tokens, clusters, is_unique)
         if noise is not None:
             noise(scores, ids, None)
         return scores, ids

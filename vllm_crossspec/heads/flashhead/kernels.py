@@ -7,7 +7,7 @@ a program (score, then token, so that of equal scores the smaller token wins, as
 need the scores of all candidates, N of them a row.
 """
 
-# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# mypy: disable-error-code="no-untyped-def"
 from typing import NamedTuple
 
 import torch

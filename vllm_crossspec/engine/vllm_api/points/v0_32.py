@@ -342,7 +342,7 @@ vllm.v1.worker.gpu.sample.sampler
   Sampler.{logits_processors use_flashinfer} - set: penalties of trees, and noise that drafters can foresee
   Sampler.{compute_nans logprobs_mode penalties_state req_states} - read by our verifier
 vllm.v1.worker.gpu.spec_decode
-  init_speculator(vllm_config device req_states) - replaced: builds our proposer host where our settings are present
+  init_speculator(vllm_config device req_states) - replaced: builds our speculator where our settings are present
 vllm.v1.worker.gpu.spec_decode.dflash.cudagraph
   DFlashCudaGraphManager.capture(self forward_fn input_buffers block_tables attn_groups kv_cache_config max_model_len
       causal prepare_forward progress_bar_desc) - called: captures the growth of draft trees, and first passes over a
@@ -387,12 +387,12 @@ vllm.v1.worker.gpu.spec_decode.rejection_sampler
 vllm.v1.worker.gpu.spec_decode.rejection_sampler_utils
   tldevice - replaced where kernels are interpreted: its log1p answers None there
 vllm.v1.worker.gpu.spec_decode.speculator
-  BaseSpeculator.capture(self) - overridden by the host
-  BaseSpeculator.init_cudagraph_manager(self cudagraph_mode) - overridden by the host
+  BaseSpeculator.capture(self) - overridden by our speculator
+  BaseSpeculator.init_cudagraph_manager(self cudagraph_mode) - overridden by our speculator
   BaseSpeculator.propose(self input_batch attn_metadata slot_mappings last_hidden_states aux_hidden_states num_sampled
       num_rejected last_sampled next_prefill_tokens temperature seeds dp_sync_state dummy_run skip_attn_for_dummy_run
-      mm_inputs is_profile num_speculative_tokens) - overridden by the host
-  BaseSpeculator.{num_extra_query_per_req num_query_per_req} - filled in by the host
+      mm_inputs is_profile num_speculative_tokens) - overridden by our speculator
+  BaseSpeculator.{num_extra_query_per_req num_query_per_req} - filled in by our speculator
   DraftModelSpeculator._build_attn_metadata(self num_reqs batch_desc query_start_loc_np seq_lens_cpu_upper_bound step
       causal dcp_local_seq_lens slot_mappings) - called: attention over one level of trees
   DraftModelSpeculator._build_uniform_attn_metadata(self batch_desc num_reqs num_query_per_req seq_lens_cpu_upper_bound
@@ -405,17 +405,17 @@ vllm.v1.worker.gpu.spec_decode.speculator
   DraftModelSpeculator.attn_vllm_config - overridden: a draft model's own heads and sizes
   DraftModelSpeculator.load_draft_model(self target_model target_attn_layer_names) - overridden: a draft model of its
       own
-  DraftModelSpeculator.load_model(self target_model) - overridden by the host
-  DraftModelSpeculator.observe_verification(self idx_mapping num_sampled num_rejected) - overridden by the host: counts
-      acceptance
+  DraftModelSpeculator.load_model(self target_model) - overridden by our speculator
+  DraftModelSpeculator.observe_verification(self idx_mapping num_sampled num_rejected) - overridden by our speculator:
+      counts acceptance
   DraftModelSpeculator.sample_draft(self hidden_states sample_src_positions idx_mapping temperature seeds draft_step
       draft_logits spec_step_idx) - overridden by EAGLE-3
   DraftModelSpeculator.set_attn(self model_state kv_cache_config block_tables target_input_buffers target_attn_groups) -
-      overridden by the host
-  DraftModelSpeculator.set_eplb_state(self eplb_state) - overridden by the host
+      overridden by our speculator
+  DraftModelSpeculator.set_eplb_state(self eplb_state) - overridden by our speculator
   DraftModelSpeculator.{attn_groups block_tables dcp_size device draft_attn_layer_names draft_logits draft_max_seq_len
       draft_token_confidence_probs draft_watermarker enable_adaptive_verification kv_cache_config method model
-      num_speculative_steps speculative_config supports_mm_inputs vllm_config} - filled in by the host
+      num_speculative_steps speculative_config supports_mm_inputs vllm_config} - filled in by our speculator
   DraftModelSpeculator.{arange_np dp_rank dp_size draft_model_config draft_tokens dtype hidden_size idx_mapping
       input_buffers max_model_len max_num_reqs max_num_tokens pcp_manager seeds supports_decode_metadata_update
       temperature} - read by the proposers
@@ -473,7 +473,7 @@ _GPU = "vllm.v1.worker.gpu"
 
 STAND_INS = (
     StandIn(
-        ours="vllm_crossspec.engine.speculators.base.ProposerHost",
+        ours="vllm_crossspec.engine.speculators.base.Speculator",
         name="speculator",
         readers=f"{_GPU}.model_runner {_GPU}.eplb_utils vllm.model_executor.warmup.kernel_warmup "
         "vllm.distributed.elastic_ep.elastic_execute",

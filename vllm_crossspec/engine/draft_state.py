@@ -1,18 +1,16 @@
 """What the engine remembers of drafts between the round that proposes them and the step that verifies them."""
 
-from typing import Any
-
 import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
+from vllm_crossspec.engine.step import Step
 from vllm_crossspec.tree.store import store_trees
-from vllm_crossspec.types import Sizing, TokenTree
-
-TREE, CHAIN, NOTHING = 0, 1, 2
-"""What a request lets its drafter draft."""
+from vllm_crossspec.types import NO_DRAFTS, TokenTree
+from vllm_crossspec.verify.rows import prepare_rows
 
 
-class TreeState:
+class DraftState:
     """Persistent device buffers, allocated once and written in place, so that CUDA graphs may hold their addresses.
 
     S request slots, N draft tokens of a request, D deepest level, W mask words of 32 rows each; behind them mask words
@@ -26,22 +24,17 @@ class TreeState:
         device: where they live.
         num_rows: most rows of a request in a step; None: the root and the nodes.
         num_soft: soft prompts that contemplate rows see (``contemplate.layout``).
+        rows_per_node: rows of the step for every row that is verified; with 2 the second ones contemplate.
 
     Attributes:
         parents: int32 [S, N] row of each node's parent; chains until trees are stored.
         sizes: int32 [S] live nodes.
-        log_probs: float32 [S, N] the drafter's log-probability of each node's path; 0 for chains.
-        phi: float32 [S] HeteroSpec's Phi of each tree as drafted, in nats; NaN where nobody computed it.
-        depths: int32 [S] levels that the tree was grown to; 0 where Phi was not computed.
-        widths: int32 [S] on the host, draft nodes of each slot's next verification; more than those are never live.
-        modes: int32 [S] on the host, one of TREE, CHAIN, NOTHING; ``modes_on_device`` is its copy.
+        modes: int32 [S] on the host, one of TREE, CHAIN, NO_DRAFTS (``types``); ``modes_on_device`` is its copy.
         row_mask: int32 [tokens, W] which tail rows each row of the step sees.
         prefix_len, num_live: int32 [S] of the step's requests.
         path: int32 [S, D + 1] accepted rows of the step's requests.
         out_tokens: int64 [S, D + 1] sampled tokens along the path.
         num_sampled: int32 [S] their number.
-        cu_rows: int32 [R + 1] on the device, first row of each request of the step among all rows that the scheduler
-            planned, where these are more than the rows with logits; else None.
     """
 
     def __init__(
@@ -53,21 +46,18 @@ class TreeState:
         device: torch.device,
         num_rows: int | None = None,
         num_soft: int = 0,
+        rows_per_node: int = 1,
     ):
         self.num_nodes, self.max_depth, self.num_soft = num_nodes, max_depth, num_soft
+        self.contemplates = rows_per_node > 1
         self.num_rows = num_rows or num_nodes + 1
         self.num_words = -(-self.num_rows // 32) + -(-num_soft // 32)
-        self.cu_rows: torch.Tensor | None = None
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(*shape, dtype=dtype, device=device)
 
         self.parents = torch.arange(num_nodes, dtype=torch.int32, device=device).repeat(max_num_reqs, 1)
         self.sizes = torch.full((max_num_reqs,), num_nodes, dtype=torch.int32, device=device)
-        self.log_probs = zeros(max_num_reqs, num_nodes, dtype=torch.float32)
-        self.phi = torch.full((max_num_reqs,), float("nan"), dtype=torch.float32, device=device)
-        self.depths = zeros(max_num_reqs)
-        self.widths = np.full(max_num_reqs, num_nodes, dtype=np.int32)
         self.modes = np.zeros(max_num_reqs, dtype=np.int32)
         self.modes_on_device = zeros(max_num_reqs)
         self.row_mask = zeros(max_num_tokens, self.num_words)
@@ -93,20 +83,46 @@ class TreeState:
             idx_mapping=idx_mapping,
             parents=self.parents,
             sizes=self.sizes,
-            log_probs=self.log_probs,
             modes=self.modes_on_device,
-            nothing=NOTHING,
+            nothing=NO_DRAFTS,
         )
 
-    def note_sizing(self, batch: Any, sizing: Sizing | None, keeps_phi: bool) -> None:
-        """Keep what the trees just stored were sized by; None for trees that all have the same size.
+    def take_modes(self, stores_shapes: bool) -> None:
+        """What requests let their drafter draft, of requests that are new: to the device.
 
         Args:
-            batch: vLLM's ``InputBatch`` of the round.
-            sizing: of its trees.
-            keeps_phi: whether anybody will read ``phi`` and ``depths``.
+            stores_shapes: whether drafts are stored round by round; if not, all of them are alike.
         """
-        self.widths[batch.idx_mapping_np] = self.num_nodes if sizing is None else sizing.widths
-        if sizing is not None and keeps_phi:
-            self.phi[batch.idx_mapping] = sizing.phi
-            self.depths[batch.idx_mapping] = sizing.depths
+        # A copy of the host's array, for the next batch of new requests may change it before this one is through.
+        async_tensor_h2d(self.modes.copy(), out=self.modes_on_device)
+        if not stores_shapes:
+            self.sizes.copy_((self.modes_on_device != NO_DRAFTS) * self.num_nodes)
+        else:  # nothing may be drafted, and so stored, while all of a batch opted out
+            self.sizes.masked_fill_(self.modes_on_device == NO_DRAFTS, 0)
+
+    def lay_out(self, step: Step, prefill_len: torch.Tensor) -> None:
+        """Give the rows of the step's drafts the positions of their depths and the masks of their ancestors.
+
+        Args:
+            step: with drafts.
+            prefill_len: int32 [S] of the runner's request states.
+        """
+        batch = step.batch
+        prepare_rows(
+            idx_mapping=batch.idx_mapping,
+            query_start_loc=batch.query_start_loc,
+            cu_rows=step.cu_rows,
+            seq_lens=batch.seq_lens,
+            prefill_len=prefill_len,
+            parents=self.parents,
+            sizes=self.sizes,
+            positions=batch.positions,
+            row_mask=self.row_mask,
+            prefix_len=self.prefix_len,
+            num_live=self.num_live,
+            max_depth=self.max_depth,
+            contemplates=self.contemplates,
+            num_soft=self.num_soft,
+        )
+        # Requests that only pad a CUDA graph have no rows.
+        self.prefix_len[batch.num_reqs : batch.num_reqs_after_padding].zero_()

@@ -1,0 +1,98 @@
+"""Routing as the runner sees it: requests and logits that the router needs, and what is timed for it (WhiFlash)."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from vllm_crossspec.engine.features.base import Feature
+from vllm_crossspec.engine.speculators.routed import RoutedSpeculator
+from vllm_crossspec.engine.startup import round_costs
+from vllm_crossspec.engine.step import Step
+from vllm_crossspec.verify.walk import last_rows
+
+COMPILED_BATCHES = (1, 2, 16)
+"""Triton compiles a kernel anew for an argument that is 1, a multiple of 16, or neither."""
+
+
+class Routing(Feature):
+    """Tells the routed speculator of requests, and its router of the target's logits."""
+
+    name = "routing"
+
+    def __init__(self, runner: Any):
+        super().__init__(runner)
+        self.speculator: RoutedSpeculator = runner.speculator
+        self._last_rows = torch.zeros(runner.max_num_reqs, dtype=torch.int64, device=runner.device)
+
+    @staticmethod
+    def is_wanted(runner: Any) -> bool:
+        """See the base class."""
+        return isinstance(runner.speculator, RoutedSpeculator)
+
+    def loaded(self) -> None:
+        """Hold the step's logits for a router that reads them when it is known which rows were accepted."""
+        if not self.speculator.router.needs_logits:
+            return
+        runner = self.runner
+        compute = runner.model.compute_logits
+
+        def compute_logits(*arguments: Any, **options: Any) -> torch.Tensor:
+            logits = compute(*arguments, **options)
+            if runner.step is not None:  # prompt log-probabilities are computed behind it
+                runner.step.logits = logits
+            return logits
+
+        runner.model.compute_logits = compute_logits
+
+    def captured(self) -> None:
+        """Compile the router's kernels, and measure what it weighs."""
+        self._warm_up()
+        self.runner.measured_step_costs()
+        if round_costs.is_wanted(self.speculator):
+            self.speculator.router.set_costs(round_costs.measure(self.runner))
+
+    @torch.inference_mode()
+    def _warm_up(self) -> None:
+        """Compile the kernels of router and drafters: the warm-up's requests may all have gone to one drafter."""
+        runner = self.runner
+        states = torch.zeros(1, runner.model_config.get_hidden_size(), dtype=runner.dtype, device=runner.device)
+        self.speculator.router.warm_up(runner.model.compute_logits(states), states)
+        for num_reqs in COMPILED_BATCHES:
+            num_tokens = num_reqs * runner.decode_query_len
+            if num_reqs <= runner.max_num_reqs and num_tokens <= runner.max_num_tokens:
+                runner._dummy_run(num_tokens, uniform_decode=True, skip_eplb=True)
+
+    def added(self, requests: Sequence[Any], slots: list[int]) -> None:
+        """See the base class."""
+        self.speculator.add_requests(slots, [request.num_computed_tokens for request in requests])
+
+    def removed(self, slots: list[int]) -> None:
+        """What drafters still have to take in of requests that leave together is taken in together."""
+        self.speculator.remove_requests(slots)
+
+    def sampled(self, step: Step, final_states: torch.Tensor) -> None:
+        """Show the router the logits after each request's last accepted token."""
+        logits, step.logits = step.logits, None
+        if logits is None:
+            return
+        batch, state = step.batch, self.runner.draft_state
+        if step.has_drafts:
+            rows = self._last_rows[: batch.num_reqs]
+            last_rows(cu_num_logits=batch.cu_num_logits, num_sampled=state.num_sampled, path=state.path, rows=rows)
+        else:
+            rows = batch.cu_num_logits[1:].long() - 1
+        self.speculator.router.observe_logits(logits, rows)
+
+    def reset(self) -> None:
+        """See the base class."""
+        self.speculator.routing.reset()
+        self.speculator.clock.reset()
+
+    def published(self) -> dict[str, Any]:
+        """See the base class."""
+        return {"routing": self.speculator.routing, "clock": self.speculator.clock}
+
+    def stats(self) -> dict[str, Any]:
+        """Decisions, switches and missed tokens so far."""
+        return self.speculator.routing_stats()
