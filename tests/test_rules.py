@@ -29,33 +29,6 @@ def test_only_the_engine_room_talks_to_vllm():
     assert offenders == []
 
 
-def test_every_replacement_of_vllms_is_in_one_file():
-    """Assignments to attributes of vLLM's classes and modules happen in hooks.py and cpu_patches.py alone."""
-    names = {
-        "EngineArgs",
-        "EngineCore",
-        "VllmConfig",
-        "WorkerBase",
-        "InputProcessor",
-        "package",
-        "runner",
-        "utils",
-        "builder",
-    }
-    offenders = []
-    for file in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            targets = node.targets if isinstance(node, ast.Assign) else []
-            for target in targets:
-                if (
-                    isinstance(target, ast.Attribute)
-                    and isinstance(target.value, ast.Name)
-                    and target.value.id in names
-                ):
-                    offenders.append(file.name)
-    assert set(offenders) <= {"hooks.py", "cpu_patches.py"}
-
-
 def test_every_kind_of_drafter_can_be_looked_up():
     for name in drafter_kinds():
         kind = drafter_kind(name, "method")

@@ -3,6 +3,7 @@
 Development only. Each mend restores what a compiled kernel does; both the plain engine and ours run with them.
 """
 
+import functools
 import types
 from typing import Any
 
@@ -46,6 +47,7 @@ def _filter_with_torch() -> None:
     """The kernel of top-k and top-p cannot be interpreted; vLLM has the same in torch for machines without Triton."""
     from vllm.v1.sample.ops import topk_topp_sampler
 
+    @functools.wraps(topk_topp_sampler.apply_top_k_top_p_triton)
     def apply_top_k_top_p(logits: Any, k: Any, p: Any) -> Any:
         return topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
 
@@ -67,7 +69,7 @@ class _GumbelSample:
     """Stands where vLLM's kernel stands, and is called as it is."""
 
     def __init__(self, original: Any):
-        self.original = original
+        self.__wrapped__ = original
 
     def __getitem__(self, grid: Any) -> Any:
         return self._run

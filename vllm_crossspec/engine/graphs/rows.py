@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from vllm.config.compilation import CUDAGraphMode
+from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 
 from vllm_crossspec.engine.vllm_api.speculative import without_schedule

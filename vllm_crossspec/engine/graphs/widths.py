@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vllm.config.compilation import CUDAGraphMode
+from vllm.config import CUDAGraphMode
 from vllm.v1.worker.gpu.attn_utils import get_varlen_cudagraph_unsupported_backend
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager, ModelCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager

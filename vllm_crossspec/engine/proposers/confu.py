@@ -4,8 +4,7 @@ import functools
 from typing import Any
 
 import torch
-from vllm.config import VllmConfig
-from vllm.config.compilation import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 
 from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.proposers.eagle3_tree import Eagle3TreeProposer

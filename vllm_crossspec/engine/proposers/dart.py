@@ -4,12 +4,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig
-from vllm.config.compilation import CUDAGraphMode
-from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
-from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 
 from vllm_crossspec.drafters.dart.inputs import DartRows, prepare_rows
 from vllm_crossspec.engine.draft_settings import DraftSettings
@@ -17,6 +13,7 @@ from vllm_crossspec.engine.heads import TargetKeys
 from vllm_crossspec.engine.proposers.dflash import DFlashProposer
 from vllm_crossspec.engine.proposers.marginals import MarginalTreeProposer
 from vllm_crossspec.engine.proposers.one_layer import write_entries
+from vllm_crossspec.engine.vllm_api import run
 from vllm_crossspec.engine.weights import load_drafter
 from vllm_crossspec.types import Candidates, StepInputs
 
@@ -83,44 +80,19 @@ class DartProposer(DFlashProposer):
             self._generate_draft(num_reqs, num_reqs * queries, None, None, None)
             return
         self._prepare_rows(step, kept, takes_last=False)
-        sync = options.get("dp_sync_state")
-        own_sync, num_queries = (
-            self._build_uniform_batch_dp_sync(sync, num_reqs, queries)
-            if sync is not None
-            else (None, num_reqs * queries)
-        )
-        desc, own_sync = dispatch_cg_and_sync_dp(
-            self.query_cudagraph_manager,
-            num_reqs,
-            num_queries,
-            uniform_token_count=queries,
-            dp_size=self.dp_size,
-            dp_rank=self.dp_rank,
-            need_eager=options.get("is_profile", False),
-            dp_sync_state=own_sync,
-        )
-        in_graph = desc.cg_mode == CUDAGraphMode.FULL
-        self._store_context(num_rows, desc.num_reqs if in_graph else None, is_dummy)
+        how = run.dispatch(self, self.query_cudagraph_manager, num_reqs, queries, options)
+        self._store_context(num_rows, how.desc.num_reqs if how.in_graph else None, is_dummy)
         metadata = None
-        if not (in_graph and self.supports_decode_metadata_update):
-            metadata = self._build_uniform_attn_metadata(
-                batch_desc=desc,
-                num_reqs=num_reqs,
-                num_query_per_req=queries,
-                seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound,
-                step=queries,
-                causal=self._group_causal,
-            )
+        if not (how.in_graph and self.supports_decode_metadata_update):
+            bound, causal = batch.seq_lens_cpu_upper_bound, self._group_causal
+            metadata = run.uniform_metadata(self, how.desc, num_reqs, queries, bound, queries, causal)
         self._prepare_eplb_forward(num_reqs * queries)
-        if in_graph:
+        if how.in_graph:
             assert self.query_cudagraph_manager is not None
-            self.query_cudagraph_manager.run_fullgraph(desc)
+            self.query_cudagraph_manager.run_fullgraph(how.desc)
             return
-        slots = build_slot_mappings_by_layer(
-            self.block_tables.slot_mappings[:, : num_reqs * queries], self.kv_cache_config
-        )
-        across_dp = own_sync.num_tokens_across_dp if own_sync is not None else None
-        self._generate_draft(num_reqs, num_reqs * queries, metadata, slots, across_dp, desc.cg_mode)
+        slots = run.slots_by_layer(self, self.block_tables.slot_mappings[:, : num_reqs * queries])
+        self._generate_draft(num_reqs, num_reqs * queries, metadata, slots, how.tokens_across_dp, how.desc.cg_mode)
 
     def _rows_kept(self, step: StepInputs) -> int:
         """Rows of each request that may hold accepted tokens, where all verify equally many drafts; 0: all rows.
@@ -227,14 +199,8 @@ class DartProposer(DFlashProposer):
     ) -> tuple[torch.Tensor, TargetKeys | None]:
         """Final states [num_reqs * K, H] of all query rows, and the keys of the noise that they are ranked with."""
         num_rows = num_reqs * self.num_query_per_req
-        with set_forward_context(
-            attn_metadata,
-            self.vllm_config,
-            num_tokens=num_rows,
-            cudagraph_runtime_mode=cudagraph_runtime_mode,
-            num_tokens_across_dp=num_tokens_across_dp,
-            slot_mapping=slot_mappings,
-            batch_descriptor=BatchDescriptor(num_tokens=num_rows),
+        with run.forward_context(
+            self, num_rows, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode
         ):
             states = self.model(
                 input_ids=self.entry_tokens[:num_reqs],

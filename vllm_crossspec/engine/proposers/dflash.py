@@ -4,8 +4,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig, replace
-from vllm.config.compilation import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig, replace
 from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator, prepare_dflash_inputs
 

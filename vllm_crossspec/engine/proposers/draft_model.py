@@ -4,12 +4,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig
-from vllm.config.compilation import CUDAGraphMode
-from vllm.forward_context import BatchDescriptor, set_forward_context
-from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.v1.worker.gpu.attn_utils import build_attn_metadata
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
     TargetDependentARSpeculator,
     prepare_decode_inputs,
@@ -19,6 +15,7 @@ from vllm_crossspec.drafters.draft_model.inputs import NUM_ROWS, PairRows, prepa
 from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.graphs.rows import RowGraphManager
 from vllm_crossspec.engine.proposers.base import HeadSampling, Proposer
+from vllm_crossspec.engine.vllm_api import run
 from vllm_crossspec.engine.weights import load_language_model, standalone_config
 from vllm_crossspec.types import Candidates, StepInputs
 
@@ -129,7 +126,7 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
                 positions=batch.positions[:num_tokens],
                 is_prefilling=torch.from_numpy(batch.is_prefilling_np),
             )
-            slots = build_slot_mappings_by_layer(tables.slot_mappings[:, :num_tokens], self.kv_cache_config)
+            slots = run.slots_by_layer(self, tables.slot_mappings[:, :num_tokens])
         sync = step.options.get("dp_sync_state")
         # Ranks need not agree: only those run this pass that have prompts, and its layers do not speak to each other.
         across_dp = torch.full_like(sync.num_tokens_across_dp, num_tokens) if sync is not None else None
@@ -140,29 +137,22 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
         """Two rows a request, by a captured graph where there is one; draft 1."""
         self._fill_rows(step, num_reqs)
         manager = self.prefill_cudagraph_manager
-        desc, across_dp = self._dispatch(manager, num_reqs, NUM_ROWS, step)
-        in_graph = desc.cg_mode == CUDAGraphMode.FULL
+        how = run.dispatch(self, manager, num_reqs, NUM_ROWS, step.options)
+        desc = how.desc
         metadata = slots = None
-        if has_cache and not (in_graph and self.supports_decode_metadata_update):
-            metadata = self._build_uniform_attn_metadata(
-                batch_desc=desc,
-                num_reqs=num_reqs,
-                num_query_per_req=NUM_ROWS,
-                seq_lens_cpu_upper_bound=step.batch.seq_lens_cpu_upper_bound,
-                step=1,
-            )
-            slots = build_slot_mappings_by_layer(
-                self.block_tables.slot_mappings[:, : desc.num_tokens], self.kv_cache_config
-            )
+        if has_cache and not (how.in_graph and self.supports_decode_metadata_update):
+            bound = step.batch.seq_lens_cpu_upper_bound
+            metadata = run.uniform_metadata(self, desc, num_reqs, NUM_ROWS, bound, 1)
+            slots = run.slots_by_layer(self, self.block_tables.slot_mappings[:, : desc.num_tokens])
         self._prepare_eplb_forward(num_reqs * NUM_ROWS)
-        if in_graph:
+        if how.in_graph:
             assert manager is not None
             self._map_block_tables()
             manager.run_fullgraph(desc)
             return
         if has_cache:
             self._prepare_first_pass(num_reqs, metadata)
-        self._prefill(num_reqs, desc.num_tokens, metadata, slots, across_dp)
+        self._prefill(num_reqs, desc.num_tokens, metadata, slots, how.tokens_across_dp)
 
     def _fill_rows(self, step: StepInputs, num_reqs: int) -> None:
         batch, buffers = step.batch, self.input_buffers
@@ -244,7 +234,7 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
             self.max_model_len,
             self.max_num_reqs,
         )
-        desc, across_dp = self._dispatch(self.decode_cudagraph_manager, num_reqs, 1, step)
+        desc, across_dp = run.dispatch(self, self.decode_cudagraph_manager, num_reqs, 1, step.options)
         if self.decode_cudagraph_manager is not None:
             desc = self.decode_cudagraph_manager.specialize_spec_tokens(desc, num_drafts)
         fused = self.supports_decode_metadata_update
@@ -252,25 +242,6 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
         # vLLM counts from the target's rows; the bonus token is one more.
         lengths = step.batch.seq_lens_cpu_upper_bound + 1
         decode(num_reqs, not has_cache, desc, across_dp, lengths, num_drafts)
-
-    def _dispatch(
-        self, manager: Any, num_reqs: int, rows_per_req: int, step: StepInputs
-    ) -> tuple[BatchExecutionDescriptor, torch.Tensor | None]:
-        """The graph for a pass, and every data-parallel rank's tokens in it."""
-        sync, num_tokens = step.options.get("dp_sync_state"), num_reqs * rows_per_req
-        if sync is not None:
-            sync, num_tokens = self._build_uniform_batch_dp_sync(sync, num_reqs, rows_per_req)
-        desc, sync = dispatch_cg_and_sync_dp(
-            manager,
-            num_reqs,
-            num_tokens,
-            uniform_token_count=rows_per_req,
-            dp_size=self.dp_size,
-            dp_rank=self.dp_rank,
-            need_eager=step.options.get("is_profile", False),
-            dp_sync_state=sync,
-        )
-        return desc, sync.num_tokens_across_dp if sync is not None else None
 
     # -- the model --------------------------------------------------------------------------------------------
 
@@ -296,16 +267,7 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
         slot_mappings: dict[str, torch.Tensor] | None,
         num_tokens_across_dp: torch.Tensor | None,
     ) -> torch.Tensor:
-        num_tokens = len(token_ids)
-        with set_forward_context(
-            attn_metadata,
-            self.vllm_config,
-            num_tokens=num_tokens,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            num_tokens_across_dp=num_tokens_across_dp,
-            slot_mapping=slot_mappings,
-            batch_descriptor=BatchDescriptor(num_tokens=num_tokens),
-        ):
+        with run.forward_context(self, len(token_ids), attn_metadata, slot_mappings, num_tokens_across_dp):
             states: torch.Tensor = self.model(input_ids=token_ids, positions=positions)
         return states
 

@@ -2,10 +2,7 @@
 
 import torch
 from torch import nn
-from vllm.config import VllmConfig
-from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.worker.gpu.spec_decode.eagle.speculator import EagleSpeculator
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import prepare_prefill_inputs
@@ -14,6 +11,7 @@ from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.graphs.rows import RowGraphManager
 from vllm_crossspec.engine.proposers.base import HeadSampling, Proposer
 from vllm_crossspec.engine.proposers.one_layer import write_entries
+from vllm_crossspec.engine.vllm_api import run
 from vllm_crossspec.engine.vllm_api.propose import native_arguments
 from vllm_crossspec.engine.weights import load_drafter
 from vllm_crossspec.types import Candidates, StepInputs
@@ -81,16 +79,7 @@ class Eagle3Proposer(HeadSampling, EagleSpeculator, Proposer):
             step.next_prefill_tokens,
             self.max_num_reqs,
         )
-        desc, _ = dispatch_cg_and_sync_dp(
-            self.prefill_cudagraph_manager,
-            num_reqs,
-            num_reqs,
-            uniform_token_count=1,
-            dp_size=self.dp_size,
-            dp_rank=self.dp_rank,
-            need_eager=step.options.get("is_profile", False),
-            dp_sync_state=None,
-        )
+        desc = run.dispatch(self, self.prefill_cudagraph_manager, num_reqs, 1, step.options).desc
         tables = self.block_tables
         # The rows of a dummy run name request slots whose blocks may be others' by now: it writes nothing.
         slots = (
@@ -101,16 +90,8 @@ class Eagle3Proposer(HeadSampling, EagleSpeculator, Proposer):
             )
         )
         self.draft_max_seq_len = self.max_model_len
-        metadata = self._build_uniform_attn_metadata(
-            batch_desc=desc,
-            num_reqs=num_reqs,
-            num_query_per_req=1,
-            seq_lens_cpu_upper_bound=batch.seq_lens_cpu_upper_bound,
-            step=0,
-        )
-        return step._replace(
-            attn_metadata=metadata, slot_mappings=build_slot_mappings_by_layer(slots, self.kv_cache_config)
-        )
+        metadata = run.uniform_metadata(self, desc, num_reqs, 1, batch.seq_lens_cpu_upper_bound, 0)
+        return step._replace(attn_metadata=metadata, slot_mappings=run.slots_by_layer(self, slots))
 
     @torch.inference_mode()
     def write_context(

@@ -8,12 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from vllm.config import VllmConfig
-from vllm.config.compilation import CUDAGraphMode
-from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
@@ -28,6 +25,7 @@ from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.graphs.widths import FirstPassWidths
 from vllm_crossspec.engine.proposers.base import empty_tree, first_rows
 from vllm_crossspec.engine.proposers.eagle3 import Eagle3Proposer
+from vllm_crossspec.engine.vllm_api import run
 from vllm_crossspec.engine.vllm_api.propose import native_arguments
 from vllm_crossspec.engine.vllm_api.speculative import without_schedule
 from vllm_crossspec.tree import torch_ops as tree_in_torch
@@ -205,28 +203,14 @@ class Eagle3TreeProposer(Eagle3Proposer):
             query_start_loc=self.input_buffers.query_start_loc,
             top_k=rows,
         )
-        sync = options.get("dp_sync_state")
-        level_sync, num_rows = (
-            self._build_uniform_batch_dp_sync(sync, num_reqs, rows) if sync is not None else (None, num_reqs * rows)
-        )
-        desc, level_sync = dispatch_cg_and_sync_dp(
-            self.level_cudagraph_manager,
-            num_reqs,
-            num_rows,
-            uniform_token_count=rows,
-            dp_size=self.dp_size,
-            dp_rank=self.dp_rank,
-            need_eager=options.get("is_profile", False),
-            dp_sync_state=level_sync,
-        )
+        how = run.dispatch(self, self.level_cudagraph_manager, num_reqs, rows, options)
         metadata = None
         if not options.get("skip_attn_for_dummy_run", False):
-            metadata = self._level_metadata(desc, num_reqs, step.batch.seq_lens_cpu_upper_bound)
-        across_dp = level_sync.num_tokens_across_dp if level_sync is not None else None
-        arguments = (num_reqs, desc.num_tokens, metadata, None, across_dp)
-        if desc.cg_mode == CUDAGraphMode.FULL:
+            metadata = self._level_metadata(how.desc, num_reqs, step.batch.seq_lens_cpu_upper_bound)
+        arguments = (num_reqs, how.desc.num_tokens, metadata, None, how.tokens_across_dp)
+        if how.in_graph:
             assert self.level_cudagraph_manager is not None
-            self.level_cudagraph_manager.run_fullgraph(desc)
+            self.level_cudagraph_manager.run_fullgraph(how.desc)
         else:
             self._grow(*arguments)
         if self.sizer is None:
@@ -234,8 +218,8 @@ class Eagle3TreeProposer(Eagle3Proposer):
         sizing = self.sizer.sizing(self._bins(num_reqs, options), self.builder.limits)
         if self.grows_on:
             extension = int(sizing.extensions.max())
-            if desc.cg_mode == CUDAGraphMode.FULL:
-                self.extension_managers[extension].run_fullgraph(desc)
+            if how.in_graph:
+                self.extension_managers[extension].run_fullgraph(how.desc)
             else:
                 self._extend(extension, *arguments)
         return sizing
@@ -398,15 +382,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
         slots = None
         if attn_metadata is not None:
             slots = dict.fromkeys(self.draft_attn_layer_names, self.no_slots[0, :num_rows])
-        with set_forward_context(
-            attn_metadata,
-            self.vllm_config,
-            num_tokens=num_rows,
-            cudagraph_runtime_mode=CUDAGraphMode.NONE,
-            num_tokens_across_dp=num_tokens_across_dp,
-            slot_mapping=slots,
-            batch_descriptor=BatchDescriptor(num_tokens=num_rows),
-        ):
+        with run.forward_context(self, num_rows, attn_metadata, slots, num_tokens_across_dp):
             return self.model(
                 input_ids=token_ids,
                 positions=self.level_positions[:num_rows],

@@ -1,20 +1,29 @@
 """Whether the installed vLLM is the one that this project was written against.
 
-vLLM's internals change between minor versions without notice. So each function that we replace, override or call
-below vLLM's public surface is listed in ``touch_points``; :func:`check` compares the installed vLLM with the list
-before anything is hooked, and a difference is one sentence instead of a wrong token.
+vLLM's internals change between minor versions without notice. So everything that we replace, override, call, read or
+set below vLLM's public surface is listed in ``points``; :func:`check` compares the installed vLLM with the list before
+anything is hooked, and a difference is one sentence instead of a wrong token.
 """
 
+import dis
 import inspect
-from functools import reduce
+import re
+from collections.abc import Iterator
+from functools import cache, reduce
 from importlib import import_module
+from pathlib import Path
+from types import CodeType
+from typing import Any
 
-from vllm_crossspec.engine.vllm_api.points.v0_32 import TOUCH_POINTS, TouchPoint
+from vllm_crossspec.engine.vllm_api.points.base import StandIn, TouchPoint
+from vllm_crossspec.engine.vllm_api.points.v0_32 import STAND_INS, TOUCH_POINTS
 
 MINIMUM_VERSION, BELOW_VERSION = (0, 32), (0, 33)
 
 # Importing the CPU worker puts plain memory in the place of the GPU's pinned buffers, for the whole process.
 CPU_MODULES = ("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu.model_runner", "vllm.v1.attention.backends.cpu_attn")
+# Imported by vLLM itself only where there is a GPU.
+CUDA_NAMES = ("flash_attn_varlen_func",)
 
 
 def version_problem(version: str) -> str | None:
@@ -43,23 +52,83 @@ def check() -> list[str]:
     problem = version_problem(__version__)
     if problem:
         return [problem]
-    skipped = () if current_platform.is_cpu() else CPU_MODULES
-    return [sentence for point in TOUCH_POINTS if point.module not in skipped and (sentence := _problem(point))]
+    is_cpu = current_platform.is_cpu()
+    points = [p for p in TOUCH_POINTS if (p.name not in CUDA_NAMES if is_cpu else p.module not in CPU_MODULES)]
+    found = [sentence for point in points if (sentence := _problem(point))]
+    return found + [sentence for stand_in in STAND_INS for sentence in _unknown_reads(stand_in)]
 
 
 def _problem(point: TouchPoint) -> str | None:
     where = f"{point.module}.{point.name}"
     try:
-        found = reduce(getattr, point.name.split("."), import_module(point.module))
+        found = _find(point)
     except (ImportError, AttributeError):
         return f"this vLLM has no {where} ({point.reason}); vllm_crossspec was written for 0.32.0"
     if point.parameters is None:
         return None
-    # A wrapper of ours carries the original behind __wrapped__, which signature() follows.
-    names = " ".join(inspect.signature(found).parameters)
-    if names != point.parameters:
+    # A wrapper of ours carries the original behind __wrapped__, a kernel of Triton the function behind fn.
+    function = inspect.unwrap(found)
+    parameters = inspect.signature(getattr(function, "fn", function)).parameters
+    if not fits(list(parameters.values()), point.parameters.split()):
+        names = " ".join(parameters)
         return f"{where} takes ({names}) in this vLLM, not ({point.parameters}) as in 0.32.0 ({point.reason})"
     return None
+
+
+def fits(found: list[inspect.Parameter], names: list[str]) -> bool:
+    """Whether a function with these parameters can be used as one with ``names``: what is new has a default, and last.
+
+    Or it is by keyword alone, wherever it stands.
+    """
+    known = [p for p in found if p.name in names or p.kind != p.KEYWORD_ONLY or p.default is p.empty]
+    new = known[len(names) :]
+    return [p.name for p in known[: len(names)]] == names and all(p.default is not p.empty for p in new)
+
+
+def _find(point: TouchPoint) -> Any:
+    """The thing itself; of an attribute that only instances have, None. Raises AttributeError where it is not."""
+    *path, last = point.name.split(".")
+    owner = reduce(getattr, path, import_module(point.module))
+    if point.parameters is None and inspect.isclass(owner) and has_attribute(owner, last):
+        return None
+    return getattr(owner, last)
+
+
+def has_attribute(owner: type, name: str) -> bool:
+    """Whether instances of a class have an attribute that is annotated, or that one of its methods sets."""
+    for ancestor in owner.__mro__:
+        if name in inspect.get_annotations(ancestor):
+            return True
+        for member in vars(ancestor).values():
+            code = getattr(inspect.unwrap(getattr(member, "fget", member)), "__code__", None)
+            if code is not None and name in code.co_names and name in _names_set_in(code):
+                return True
+    return False
+
+
+@cache
+def _names_set_in(code: CodeType) -> set[str]:
+    return {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
+
+
+def _unknown_reads(stand_in: StandIn) -> Iterator[str]:
+    """What this vLLM asks of an object of ours that none was asked when it was written."""
+    import vllm
+
+    known = {*stand_in.attributes.split(), *stand_in.others.split()}
+    for module in stand_in.readers.split():
+        file = Path(vllm.__path__[0], *module.split(".")[1:]).with_suffix(".py")
+        for name in sorted(reads(file.read_text() if file.is_file() else "", stand_in.name) - known):
+            yield (
+                f"{module} reads {stand_in.name}.{name} in this vLLM, which {stand_in.ours} was not written to have; "
+                "vllm_crossspec was written for 0.32.0"
+            )
+
+
+def reads(source: str, name: str) -> set[str]:
+    """Attributes that source text reads or sets of objects under a name."""
+    found = re.findall(rf"\b{name}\.(\w+)|getattr\(\s*[\w.]*\b{name},\s*\"(\w+)\"", source)
+    return {one or other for one, other in found}
 
 
 def require() -> None:

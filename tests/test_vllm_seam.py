@@ -1,0 +1,304 @@
+"""The seam between this project and vLLM: all that depends on vLLM's version is in the inventory, and nothing else.
+
+``seam`` reads the uses from the syntax; the inventory is ``engine/vllm_api/points``. A use without a row fails here,
+and so does a row without a use, so that none can be taken out or put in alone.
+"""
+
+import ast
+import inspect
+from functools import cache
+from pathlib import Path
+
+import pytest
+import seam
+import vllm
+
+import vllm_crossspec
+from vllm_crossspec.engine.vllm_api.check import CUDA_NAMES, fits, has_attribute, reads
+from vllm_crossspec.engine.vllm_api.points.base import parse
+from vllm_crossspec.engine.vllm_api.points.v0_32 import STAND_INS, TOUCH_POINTS
+
+PACKAGE = Path(vllm_crossspec.__file__).parent
+VLLM = Path(vllm.__file__).parent
+CPU_LANE = PACKAGE.parent / "cpu_lane" / "crossspec_cpu_lane"
+NAMES = [(point.module, point.name) for point in TOUCH_POINTS]
+
+
+@cache
+def scan():
+    return seam.Scan(PACKAGE, VLLM, (CPU_LANE,))
+
+
+# ---- the inventory is whole
+
+
+def test_every_use_of_vllm_has_its_row():
+    assert [str(use) for use in seam.compare(scan().uses, NAMES).missing] == []
+
+
+@pytest.mark.parametrize("name", NAMES, ids=".".join)
+def test_no_row_can_be_taken_out(name):
+    left = [other for other in NAMES if other != name]
+    assert len(left) == len(NAMES) - 1, "listed twice"
+    assert seam.compare(scan().uses, left).missing, "nothing in the package uses it: take the row out"
+
+
+def test_every_row_has_a_reason():
+    assert all(point.reason for point in TOUCH_POINTS)
+    with pytest.raises(ValueError, match="no row of touch points: Runner"):
+        parse("module\n  Runner.load(self)")
+
+
+def test_a_row_is_parsed_as_it_reads():
+    points = parse("a.b\n  f(x y) - called\n      twice\n  C.{d e} - read\nc\n  V - a value")
+    assert [tuple(point) for point in points] == [
+        ("a.b", "f", "x y", "called twice"),
+        ("a.b", "C.d", None, "read"),
+        ("a.b", "C.e", None, "read"),
+        ("c", "V", None, "a value"),
+    ]
+
+
+def test_all_that_is_replaced_is_replaced_in_few_places():
+    """For a whole process: by the hooks, by what mends vLLM on a CPU, and for a moment by the worker of a CPU."""
+    where = {Path(use.where).name.partition(":")[0] for use in scan().uses if use.how == "replaces"}
+    assert where == {"hooks.py", "cpu_patches.py", "worker.py"}
+
+
+def test_what_the_scan_is_told_is_needed():
+    """An entry of the scan's own tables that tells nothing any more is out of date."""
+    uses = scan().uses
+    assert scan().receivers == seam.RECEIVERS.keys()
+    assert scan().foreign == seam.FOREIGN.keys()
+    assert {(module, name) for _, module, name in seam.UNNAMED} <= {(use.module, use.name) for use in uses}
+    for own, others in seam.ANCESTORS.items():
+        assert scan().library.find_class(own) is not None, own
+        for module, _, name in (other.rpartition(".") for other in others):
+            assert any(use.module == module and use.name.startswith(f"{name}.") for use in uses), f"{own}: {name}"
+
+
+# ---- planted uses
+
+
+WORKER = "from vllm.v1.worker.gpu_worker import Worker\n"
+PLANTED = [
+    ("from vllm.v1.worker.gpu.states import RequestState", "1: imports vllm.v1.worker.gpu.states.RequestState"),
+    ("from vllm.platforms import _secret", "1: imports vllm.platforms._secret"),
+    ("import vllm.v1.worker.gpu.shutdown as module\nmodule.x = 1", "2: replaces vllm.v1.worker.gpu.shutdown.x"),
+    ("from vllm.config import VllmConfig\nVllmConfig._x = None", "2: replaces vllm.config.VllmConfig._x"),
+    ("from vllm import LLM\nsetattr(LLM, 'generate', None)", "2: replaces vllm.LLM.generate"),
+    (
+        "import sys\ndef go():\n    module = sys.modules.get('vllm.v1.worker.gpu.model_runner')\n    module.logger = 1",
+        "4: replaces vllm.v1.worker.gpu.model_runner.logger",
+    ),
+    (
+        f"{WORKER}class Mine(Worker):\n    def sleep(self):\n        pass",
+        "3: overrides vllm.v1.worker.gpu_worker.Worker.sleep",
+    ),
+    (
+        f"{WORKER}class Mixin:\n    def go(self):\n        super().init_device()\nclass Mine(Mixin, Worker):\n    pass",
+        "4: calls vllm.v1.worker.gpu_worker.Worker.init_device",
+    ),
+    (
+        f"{WORKER}class Mine(Worker):\n    def go(self):\n        self.sleep()",
+        "4: uses vllm.v1.worker.gpu_worker.Worker.sleep",
+    ),
+    (
+        f"{WORKER}class Mine(Worker):\n    def go(self):\n        self.local_rank = 0",
+        "4: sets vllm.v1.worker.worker_base.WorkerBase.local_rank",
+    ),
+    (f"{WORKER}class Mine(Worker):\n    def go(self):\n        self._do_not()", "4: uses _do_not"),
+    ("def go(worker):\n    worker._do_not()", "2: uses _do_not"),
+    ("def go(worker):\n    return getattr(worker, '_do_not', None)", "2: uses _do_not"),
+    ("def go(worker):\n    worker.is_tired = True", "2: sets is_tired"),
+    (
+        "def go(runner):\n    runner._dummy_sampler_run()",
+        "2: uses vllm.v1.worker.gpu.model_runner.GPUModelRunner._dummy_sampler_run",
+    ),
+    (
+        "def go(batch):\n    return batch.is_prefilling_np",
+        "2: uses vllm.v1.worker.gpu.input_batch.InputBatch.is_prefilling_np",
+    ),
+    ("from vllm import LLM\nfrom vllm.config import VllmConfig\nLLM.generate\nVllmConfig.compute_hash", None),
+    ("def go(worker):\n    return worker.public, worker._replace(x=1)", None),
+]
+
+
+def planted(folder, source):
+    engine = folder / "vllm_crossspec" / "engine"
+    engine.mkdir(parents=True)
+    (engine / "planted.py").write_text(source + "\n")
+    return seam.Scan(folder / "vllm_crossspec", VLLM)
+
+
+@pytest.mark.parametrize(("source", "expected"), PLANTED)
+def test_a_planted_use_is_named(tmp_path, source, expected):
+    found = [str(use).removeprefix("vllm_crossspec/engine/planted.py:") for use in planted(tmp_path, source).uses]
+    assert (expected in found) if expected is not None else (found == [])
+
+
+def test_a_use_without_a_row_is_what_fails(tmp_path):
+    uses = planted(tmp_path, "from vllm.v1.worker.gpu.buffer_utils import UvaBufferPool").uses
+    assert [str(use) for use in seam.compare(uses, NAMES).missing] == [
+        "vllm_crossspec/engine/planted.py:1: imports vllm.v1.worker.gpu.buffer_utils.UvaBufferPool"
+    ]
+
+
+# ---- what is accepted of another vLLM
+
+
+def _signature(source):
+    return list(inspect.signature(eval(f"lambda {source}: None")).parameters.values())
+
+
+@pytest.mark.parametrize("source", ["a, b", "a, b=1", "a, b, c=None, d=1", "a, b, *, c=1", "a, *, b, c=1"])
+def test_new_trailing_parameters_with_defaults_are_accepted(source):
+    assert fits(_signature(source), ["a", "b"])
+
+
+@pytest.mark.parametrize("source", ["a", "b, a", "a, c, b", "a, b, c", "a, c=1, b=1", "a, b, *, c", "a, b, **c", ""])
+def test_everything_else_is_not(source):
+    assert not fits(_signature(source), ["a", "b"])
+
+
+def test_a_keyword_may_be_new_before_the_rest_of_them():
+    assert fits(_signature("a, *, new=1, **rest"), ["a", "rest"])
+
+
+def test_attributes_of_instances_are_found():
+    class Base:
+        noted: int
+
+        @property
+        def known(self):
+            self.cached = 1
+            return self.read
+
+    class Derived(Base):
+        def __init__(self):
+            self.set_here = self.only_read
+
+    found = {name for name in ("noted", "cached", "set_here", "only_read", "read") if has_attribute(Derived, name)}
+    assert found == {"noted", "cached", "set_here"}
+
+
+def test_what_is_there_on_a_gpu_alone_is_compared_by_its_syntax():
+    """The check leaves it out on a CPU, where vLLM imports no FlashAttention."""
+    (point,) = (point for point in TOUCH_POINTS if point.name in CUDA_NAMES)
+    tree = ast.parse((VLLM / "vllm_flash_attn" / "flash_attn_interface.py").read_text())
+    (function,) = (node for node in tree.body if getattr(node, "name", None) == point.name)
+    assert point.parameters == " ".join(argument.arg for argument in function.args.args)
+
+
+# ---- stand-ins
+
+
+def _reads_by_syntax(file, name):
+    """What a file reads or sets of objects under a name, by the syntax."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Attribute):
+            value, attribute = node.value, node.attr
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("getattr", "hasattr"):
+            value, attribute = node.args[0], getattr(node.args[1], "value", None)
+        else:
+            continue
+        if name in (getattr(value, "id", None), getattr(value, "attr", None)):
+            found.add(attribute)
+    return found
+
+
+def _file(module):
+    return VLLM.joinpath(*module.split(".")[1:]).with_suffix(".py")
+
+
+@pytest.mark.parametrize("stand_in", STAND_INS, ids=lambda s: s.name)
+def test_what_vllm_reads_of_a_stand_in_is_listed(stand_in):
+    files = [_file(module) for module in stand_in.readers.split()]
+    found = set().union(*(_reads_by_syntax(file, stand_in.name) for file in files))
+    assert found == {*stand_in.attributes.split(), *stand_in.others.split()}
+    assert found == set().union(*(reads(file.read_text(), stand_in.name) for file in files)), "the check at start-up"
+
+
+@pytest.mark.parametrize("stand_in", [s for s in STAND_INS if s.name != "processor"], ids=lambda s: s.name)
+def test_nothing_else_of_vllm_reads_it(stand_in):
+    listed = {_file(module) for module in stand_in.readers.split()}
+    for file in VLLM.rglob("*.py"):
+        # vLLM's own speculators, and its own parts of the rejection sampler, read what they themselves hold.
+        if file in listed or "spec_decode" in file.parts or "models" in file.parts:
+            continue
+        text = file.read_text()
+        if f"{stand_in.name}." in text or f"{stand_in.name}," in text:
+            found = _reads_by_syntax(file, stand_in.name)
+            assert not found, f"{file} reads {sorted(found)} of {stand_in.name}: name it among the readers"
+
+
+@pytest.mark.parametrize("stand_in", STAND_INS, ids=lambda s: s.name)
+def test_a_stand_in_has_all_that_vllm_reads(stand_in):
+    """Its own, and what vLLM's methods that it inherits read of it in turn."""
+    own = scan().library.find_class(stand_in.ours)
+    assert own is not None
+    assert _lacks(own, stand_in.attributes.split()) == []
+
+
+def test_what_a_stand_in_lacks_is_seen(tmp_path):
+    source = (
+        "from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator\n"
+        "class Host(DraftModelSpeculator):\n"
+        "    def __init__(self):\n"
+        "        self.model = None\n"
+        "class Derived(Host):\n"
+        "    def __init__(self):\n"
+        "        super().__init__()\n"
+    )
+    own = planted(tmp_path, source).library.find_class("vllm_crossspec.engine.planted.Derived")
+    wanted = ["model", "num_query_per_req", "draft_logits", "prepare_watermarking"]
+    assert _lacks(own, wanted) == ["draft_logits", "draft_watermarker"]
+
+
+def _lacks(own, attributes):
+    """What a class of ours does not have of these attributes, and of those that vLLM's methods among them read."""
+    runs_vllms_initialiser = _runs_vllms_initialiser(own)
+    wanted, seen, lacking = set(attributes), set(), []
+    while wanted:
+        name = wanted.pop()
+        seen.add(name)
+        holders = [c for c in own.line if name in c.members]
+        # What vLLM's initialiser would have set is there only if that has run.
+        if not [c for c in holders if not c.is_vllms or runs_vllms_initialiser or name in c.class_names]:
+            lacking.append(name)
+        elif holders[0].is_vllms and name in holders[0].methods:
+            wanted |= _reads_of_self(holders[0], name) - seen
+    return sorted(lacking)
+
+
+def _runs_vllms_initialiser(own):
+    """Whether the initialisers of our classes hand on to vLLM's."""
+    for ancestor in own.line:
+        if "__init__" not in ancestor.methods:
+            continue
+        if ancestor.is_vllms:
+            return True
+        function = next(node for node in ancestor.node.body if getattr(node, "name", None) == "__init__")
+        if not any(isinstance(node, ast.Attribute) and node.attr == "__init__" for node in ast.walk(function)):
+            return False
+    return False
+
+
+def _reads_of_self(holder, method):
+    function = next(node for node in holder.node.body if getattr(node, "name", None) == method)
+    nodes = [node for node in ast.walk(function) if isinstance(node, ast.Attribute)]
+    return {node.attr for node in nodes if getattr(node.value, "id", None) == "self" and isinstance(node.ctx, ast.Load)}
+
+
+def test_a_stand_in_that_lacks_something_is_named_at_start_up(monkeypatch):
+    from vllm_crossspec.engine.vllm_api import check
+
+    host = STAND_INS[0]
+    poorer = host._replace(attributes=host.attributes.replace(" propose", ""))
+    monkeypatch.setattr(check, "STAND_INS", (poorer,))
+    monkeypatch.setattr(check, "TOUCH_POINTS", ())
+    assert check.check() == [
+        f"vllm.v1.worker.gpu.model_runner reads speculator.propose in this vLLM, which {host.ours} was not written to "
+        "have; vllm_crossspec was written for 0.32.0"
+    ]

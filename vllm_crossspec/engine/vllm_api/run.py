@@ -1,0 +1,123 @@
+"""How a drafter runs a pass of its own: by which graph, over which slots, and what attention is told of it.
+
+R requests, each of equally many rows. The speculator is a proposer, which is one of vLLM's own.
+"""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import BatchDescriptor, set_forward_context
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGraphManager
+from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
+
+
+class Dispatch(NamedTuple):
+    """How a pass is to run.
+
+    Attributes:
+        desc: vLLM's description of the graph, or of the pass where there is none.
+        tokens_across_dp: int32 [ranks] rows of every data-parallel rank; None with one rank.
+    """
+
+    desc: BatchExecutionDescriptor
+    tokens_across_dp: torch.Tensor | None
+
+    @property
+    def in_graph(self) -> bool:
+        """Whether a whole captured graph is replayed."""
+        return bool(self.desc.cg_mode == CUDAGraphMode.FULL)
+
+
+def dispatch(
+    speculator: DraftModelSpeculator,
+    manager: CudaGraphManager | None,
+    num_reqs: int,
+    rows_per_req: int,
+    options: dict[str, Any],
+) -> Dispatch:
+    """Choose the graph of ``manager`` for a pass, agreed among the data-parallel ranks.
+
+    Args:
+        speculator: whose pass it is.
+        manager: of its graphs.
+        num_reqs: R.
+        rows_per_req: of each.
+        options: vLLM's, of the round (see ``StepInputs``).
+    """
+    sync, num_rows = options.get("dp_sync_state"), num_reqs * rows_per_req
+    if sync is not None:
+        sync, num_rows = speculator._build_uniform_batch_dp_sync(sync, num_reqs, rows_per_req)
+    desc, sync = dispatch_cg_and_sync_dp(
+        manager,
+        num_reqs,
+        num_rows,
+        uniform_token_count=rows_per_req,
+        dp_size=speculator.dp_size,
+        dp_rank=speculator.dp_rank,
+        need_eager=options.get("is_profile", False),
+        dp_sync_state=sync,
+    )
+    return Dispatch(desc, sync.num_tokens_across_dp if sync is not None else None)
+
+
+def uniform_metadata(
+    speculator: DraftModelSpeculator,
+    desc: BatchExecutionDescriptor,
+    num_reqs: int,
+    rows_per_req: int,
+    seq_lens_upper_bound: torch.Tensor,
+    step: int,
+    causal: bool | Mapping[int, bool] = True,
+) -> dict[str, Any] | None:
+    """What attention is told of a pass over the rows that lie in the speculator's own buffers.
+
+    Args:
+        speculator: whose pass it is.
+        desc: of :func:`dispatch`.
+        num_reqs: R.
+        rows_per_req: of each.
+        seq_lens_upper_bound: int32 [at least R] on the host, of the target's step.
+        step: tokens that the pass may have beyond them.
+        causal: one answer, or one for each cache group.
+    """
+    metadata: dict[str, Any] | None = speculator._build_uniform_attn_metadata(
+        batch_desc=desc,
+        num_reqs=num_reqs,
+        num_query_per_req=rows_per_req,
+        seq_lens_cpu_upper_bound=seq_lens_upper_bound,
+        step=step,
+        causal=causal,
+    )
+    return metadata
+
+
+def slots_by_layer(speculator: DraftModelSpeculator, slots: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The cache slots [groups, rows] of a pass under the names of the layers that write there."""
+    by_layer: dict[str, torch.Tensor] = build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
+    return by_layer
+
+
+def forward_context(
+    speculator: DraftModelSpeculator,
+    num_rows: int,
+    attn_metadata: dict[str, Any] | None,
+    slot_mappings: dict[str, torch.Tensor] | None,
+    num_tokens_across_dp: torch.Tensor | None,
+    cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+) -> AbstractContextManager[None]:
+    """What vLLM's layers look up while the speculator's model runs over ``num_rows`` rows; vLLM's arguments."""
+    context: AbstractContextManager[None] = set_forward_context(
+        attn_metadata,
+        speculator.vllm_config,
+        num_tokens=num_rows,
+        cudagraph_runtime_mode=cudagraph_runtime_mode,
+        num_tokens_across_dp=num_tokens_across_dp,
+        slot_mapping=slot_mappings,
+        batch_descriptor=BatchDescriptor(num_tokens=num_rows),
+    )
+    return context
