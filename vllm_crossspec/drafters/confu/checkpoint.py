@@ -1,6 +1,6 @@
 """ConFu checkpoints: the format that ``crossspec train confu`` writes, in the style of the speculators library.
 
-``docs/confu.md`` has the format. A checkpoint belongs to one target: its soft prompts are keys and values for every
+``docs/methods/confu.md`` has the format. A checkpoint belongs to one target: its soft prompts are keys and values for every
 layer of that target's attention, and mean nothing to another one.
 """
 
