@@ -46,7 +46,9 @@ def read_table(file: Path) -> list[Method]:
     lines = file.read_text().splitlines()
     heads = [i for i, line in enumerate(lines) if line.startswith("| method |") and "acceptance length" in line]
     if len(heads) != 1:
-        raise ValueError(f"{file} has {len(heads)} tables that begin with `method` and name `acceptance length`, not one")
+        raise ValueError(
+            f"{file} has {len(heads)} tables that begin with `method` and name `acceptance length`, not one"
+        )
     names = [cell.strip() for cell in lines[heads[0]].strip("| ").split("|")]
     wanted = [names.index("acceptance length"), *(names.index(category) for category in CATEGORIES)]
     found = []
@@ -111,7 +113,9 @@ def draw_round(plt: Any, file: Path) -> None:
     _draw_tree(panels[0], accepted=())
     _draw_mask(panels[1])
     _draw_tree(panels[2], accepted=PATH)
-    panels[2].text(3.0, 0.3, SAMPLED[PATH[-1]], ha="center", va="center", fontsize=9, color="white", bbox=_box("#f58518"))
+    panels[2].text(
+        3.0, 0.3, SAMPLED[PATH[-1]], ha="center", va="center", fontsize=9, color="white", bbox=_box("#f58518")
+    )
     panels[2].annotate("", (2.68, 0.3), (2.3, 0.3), arrowprops={"arrowstyle": "->", "color": "#f58518", "lw": 1.6})
     panels[2].text(3.0, -0.15, "bonus", ha="center", va="center", fontsize=8, color="#f58518")
     panels[2].set_xlim(-0.5, 3.5)
@@ -158,7 +162,10 @@ def _draw_mask(axes: Any) -> None:
 
 def _draw_commit(axes: Any) -> None:
     """The cache's slots before and after, and the way back to the drafter."""
-    before = [("...", "#b8cbe0"), *((token, "#cfe6cc" if row in PATH else "white") for row, (token, *_) in enumerate(TREE))]
+    before = [
+        ("...", "#b8cbe0"),
+        *((token, "#cfe6cc" if row in PATH else "white") for row, (token, *_) in enumerate(TREE)),
+    ]
     after = [("...", "#b8cbe0"), *((TREE[row][0], "#cfe6cc") for row in PATH)]
     for y, cells in ((1.0, before), (-0.6, after)):
         for place, (token, colour) in enumerate(cells):
