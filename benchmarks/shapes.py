@@ -153,7 +153,7 @@ def eagle3_config(shape: Shape) -> dict[str, Any]:
 
 
 def confu_config(shape: Shape) -> dict[str, Any]:
-    """``config.json`` of a ConFu drafter (docs/confu.md), of no target's weights in particular."""
+    """``config.json`` of a ConFu drafter (docs/methods/confu.md), of no target's weights in particular."""
     return {
         "architectures": [ARCHITECTURE],
         "speculators_model_type": MODEL_TYPE,

@@ -217,7 +217,7 @@ def whole(llm):
 @pytest.mark.parametrize("mode", ["chain"], indirect=True)
 @pytest.mark.parametrize("how", [sabotage.foresee_noise, sabotage.foresee_nothing])
 def test_chains_gain_by_their_futures(llm, whole, how):
-    """Of trees that is not shown (docs/confu.md)."""
+    """Of trees that is not shown (docs/methods/confu.md)."""
     texts, accepted = run_broken(llm, how)
     assert texts == whole[0]
     assert accepted < whole[1]

@@ -15,7 +15,7 @@ from vllm_crossspec.heads.flashhead.embedding import read_output_embedding
 pytestmark = pytest.mark.e2e
 
 SHIPPED = engines.POCKET / "flashhead-eagle3"
-"""Made by the command that docs/flashhead.md states, with as many probes as it found."""
+"""Made by the command that docs/methods/flashhead.md states, with as many probes as it found."""
 SETTINGS = {"max_num_batched_tokens": 512, "enable_prefix_caching": False}
 SEEDED = {"temperature": 0.8, "seed": 7}
 SPECS = {

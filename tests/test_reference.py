@@ -1,6 +1,6 @@
 """Ours against the papers' code: with the same weights, every draft round equals the reference's, token for token.
 
-Runs where a checkout of the reference is at hand (docs/reference.md); that ours equal vLLM's native methods is tested
+Runs where a checkout of the reference is at hand (docs/parity.md); that ours equal vLLM's native methods is tested
 everywhere.
 """
 

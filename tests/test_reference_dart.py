@@ -1,6 +1,6 @@
 """Our DART drafter beside fvliang's: one checkpoint, the same logits, prefilled and in rounds over its cache.
 
-Runs where a checkout of the reference is at hand (docs/reference.md); what training computes is tested everywhere
+Runs where a checkout of the reference is at hand (docs/parity.md); what training computes is tested everywhere
 against a sequential forward of our own (`test_training_dart.py`).
 """
 

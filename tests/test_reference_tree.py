@@ -2,7 +2,7 @@
 
 Builder against builder: one drafter, SafeAILab's own code, answers both, on the same text and with its cache moving
 from round to round. How the two count their sizes is told in ``reference/tree.py``. Runs where a checkout of the
-reference is at hand (docs/reference.md); needs no engine.
+reference is at hand (docs/parity.md); needs no engine.
 """
 
 import functools

@@ -14,7 +14,7 @@ LEVELS = 3
 """Depth of the regression tree: at most 8 bins."""
 MIN_LEAF, LEAF_SHARE = 10, 0.05
 """Fewest paths of a bin: a number, and a share of all. Bins of a hundredth are cut around a few outliers, and the low
-ones, which are all that trees are sized by, then are too rare to matter (docs/heterospec.md)."""
+ones, which are all that trees are sized by, then are too rare to matter (docs/methods/heterospec.md)."""
 DIGITS = 6
 """Of a threshold, so that files are readable; it is far below what separates two contexts."""
 

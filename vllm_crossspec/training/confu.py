@@ -309,7 +309,7 @@ def confu_loss(
 def checkpoint(
     model: ConfuDrafter, config: ConfuConfig, target: Any, identity: Identity
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Configuration in the style of the ``speculators`` library, and tensors (docs/confu.md has the format).
+    """Configuration in the style of the ``speculators`` library, and tensors (docs/methods/confu.md has the format).
 
     Args:
         identity: what the target is known by; its soft prompts mean nothing to another one.

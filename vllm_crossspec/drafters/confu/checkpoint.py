@@ -1,7 +1,7 @@
 """ConFu checkpoints: the format that ``crossspec train confu`` writes, in the style of the speculators library.
 
-``docs/confu.md`` has the format. A checkpoint belongs to one target: its soft prompts are keys and values for every
-layer of that target's attention, and mean nothing to another one.
+``docs/methods/confu.md`` has the format. A checkpoint belongs to one target: its soft prompts are keys and values for
+every layer of that target's attention, and mean nothing to another one.
 """
 
 from collections.abc import Mapping
