@@ -24,7 +24,7 @@ DOCUMENTS = [
     *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / name / "README.md" for name in ("benchmarks", "configs")),
 ]
-LANGUAGES = {"bash", "json", "python", "text"}
+LANGUAGES = {"bash", "json", "python", "text", "toml"}
 FOLDERS = ("benchmarks", "configs", "cpu_lane", "docs", "tests", "vllm_crossspec")
 
 FENCE = re.compile(r"\s*```(\S*)\s*$")
@@ -139,7 +139,7 @@ def bad_blocks(text: str) -> Iterator[str]:
                     check_command(words)
                 yield from told
         elif block.language != "text":
-            check = check_json if block.language == "json" else check_python
+            check = {"json": check_json, "python": check_python, "toml": check_toml}[block.language]
             with _told(block.line) as told:
                 check("\n".join(block.lines))
             yield from told
@@ -389,6 +389,14 @@ def check_python(text: str) -> None:
         if isinstance(node, ast.keyword) and node.arg == "speculative_config":
             with contextlib.suppress(ValueError):  # made of names
                 check_config(ast.literal_eval(node.value))
+
+
+def check_toml(text: str) -> None:
+    """A block of TOML."""
+    try:
+        tomllib.loads(text)
+    except tomllib.TOMLDecodeError as problem:
+        raise CommandError(f"not TOML: {problem}") from None
 
 
 def _check_curl(words: list[str]) -> None:

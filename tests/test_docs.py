@@ -6,6 +6,7 @@ from importlib import import_module
 
 import pytest
 from documents import DOCUMENTS, ROOT, bad_blocks, bad_files, bad_links, bad_spans, read
+from packages import package
 
 from vllm_crossspec.cli.demo import METHODS
 from vllm_crossspec.config import CrossSpecConfig, DrafterConfig
@@ -33,7 +34,22 @@ def test_links_lead_somewhere(file):
     require_none(file, bad_links(file, text), bad_files(text))
 
 
+TOY = """
+from vllm_crossspec.drafters.base import DrafterKind
+
+KIND = DrafterKind(name="most_frequent", vllm_method="ngram_gpu", checkpoint="", proposer="")
+"""
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    """As if the package of the example were installed, without what it imports."""
+    with package(tmp_path_factory.mktemp("site") / "most_frequent", TOY, most_frequent="most_frequent:KIND"):
+        yield
+
+
 @documents
+@pytest.mark.usefixtures("toy")
 def test_commands_would_be_taken(file):
     text = file.read_text()
     require_none(file, bad_blocks(text), bad_spans(text))

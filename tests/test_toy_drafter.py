@@ -1,6 +1,5 @@
 """The drafter of examples/ as another package's: found by its entry point, and plain's text alone and routed."""
 
-import contextlib
 import json
 import re
 import shutil
@@ -11,6 +10,7 @@ from pathlib import Path
 import engines
 import pytest
 import sabotage
+from packages import package
 
 from vllm_crossspec import config_parsing
 from vllm_crossspec.drafters import base
@@ -22,31 +22,6 @@ PAGE = EXAMPLE.parents[1] / "docs" / "add-a-drafter.md"
 VOCAB_SIZE = json.loads((engines.TARGET / "config.json").read_text())["vocab_size"]
 MAX_TOKENS = 16
 SEEDED = {"temperature": 1.0, "seed": 5, "max_tokens": MAX_TOKENS}
-
-
-@contextlib.contextmanager
-def package(folder, module="", **entries):
-    """A package that is installed into ``folder``: a module's text, and drafters by entry point."""
-    name = folder.name
-    info = folder / f"{name}-0.1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
-    lines = (f"{drafter} = {value}" for drafter, value in entries.items())
-    (info / "entry_points.txt").write_text("\n".join([f"[{base.GROUP}]", *lines, ""]))
-    if module:
-        (folder / f"{name}.py").write_text(module)
-    sys.path.insert(0, str(folder))
-    base._others.cache_clear()
-    loaded = dict(base._loaded)
-    base._loaded.clear()
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
-        sys.modules.pop(name, None)
-        base._others.cache_clear()
-        base._loaded.clear()
-        base._loaded.update(loaded)
 
 
 @pytest.fixture(scope="module")
