@@ -48,7 +48,6 @@ RECEIVERS = {
     "member": "vllm.v1.attention.backends.registry.AttentionBackendEnum",
     "speculative": "vllm.config.speculative.SpeculativeConfig",
     "speculative_config": "vllm.config.speculative.SpeculativeConfig",
-    "config": "vllm.config.speculative.SpeculativeConfig",
     "engine_args": "vllm.engine.arg_utils.EngineArgs",
     "processor": "vllm.model_executor.layers.logits_processor.LogitsProcessor",
 }

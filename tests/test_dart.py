@@ -156,14 +156,15 @@ def test_shifted_positions_would_be_seen(llm):
     assert equal < 0.9 * total
 
 
-def test_kernels_build_the_same_trees_as_the_batched_search(in_process):
-    """On a CPU an engine searches with PyTorch and Numba; on a GPU with kernels, which are interpreted here."""
-    from vllm_crossspec.tree.continuity import ContinuityTree
+def test_kernels_build_the_same_trees_as_torch(in_process):
+    """Where kernels would be interpreted, an engine searches with PyTorch and Numba."""
+    from vllm_crossspec.tree.torch_ops import ContinuityTree
 
     with engines.engine(TREE | {"tree": {"num_nodes": 24}}, enable_prefix_caching=False) as llm:
         llm.collective_rpc(recorder.start)
         trees = proposer(llm).trees
+        assert not isinstance(trees.builder, ContinuityTree)
         searched = recorder.trace(llm, prompts()[:1], 8)
-        with mock.patch.object(trees, "builder", ContinuityTree(**trees._sizes)):
+        with mock.patch.object(trees, "builder", ContinuityTree(**trees.sizes)):
             assert recorder.trace(llm, prompts()[:1], 8) == searched
     assert searched[0].drafts

@@ -155,7 +155,7 @@ def test_the_command_builds_for_a_drafter(tmp_path):
         (("build", POCKET / "dflash", "--out", "x"), "uses its target's: give the target's folder"),
         (
             ("build", POCKET / "dart", "--out", "x", "--recall", 0.9, "--target", TARGET, "--iterations", 1),
-            "no EAGLE-3 drafter in SafeAILab's format",
+            "is a dart drafter, whose states cannot be had here; leave out --recall and choose --probes",
         ),
     ],
 )

@@ -71,7 +71,7 @@ class TreeConfig(Settings):
             depth and keeps the best of all (EAGLE-2, section 4; autoregressive drafters); ``best_first`` keeps the
             most probable prefixes under the product of marginals (parallel drafters); ``continuity`` searches them
             with a beam, by n-grams too (DART, algorithm 1 and appendix D; parallel drafters). Left out, it is the
-            drafter's own kind of tree where one of the sizes is given, else a chain (``dart``: always a tree).
+            drafter's own kind of tree where one of the sizes is given, else a chain; some kinds always draft trees.
         depth: deepest level of a ``dynamic`` tree, tokens.
         top_k: children of a node and width of a level; for the others, candidates at a position.
         num_nodes: draft tokens that the target verifies at once.
@@ -188,8 +188,7 @@ class DrafterConfig(Settings):
     """One drafter.
 
     Attributes:
-        kind: entry of the drafter registry (``eagle3``, ``dflash``, ``dart``, ``confu``, ``draft_model``,
-            ``flashhead``).
+        kind: entry of the drafter registry (``drafters.base``).
         model: folder or hub id of its checkpoint.
         num_speculative_tokens: most tokens that it drafts in a round; None before it is resolved.
         tree: what its candidates become.

@@ -1,8 +1,8 @@
 """Reading ``--speculative-config``: checked before anything is loaded, and one sentence for what is wrong.
 
-A dictionary is ours when its method is ours alone (``whiflash``, ``dart``, ``confu``), or when it is ``eagle3`` or
-``dflash`` with any of our keys (``tree``, ``head``, ``verification``). Everything else is vLLM's own and stays
-untouched.
+A dictionary is ours when its method is ours alone (``whiflash``, and drafters that vLLM does not know), or when vLLM
+knows a drafter of this name, too, and any of our keys is there (``tree``, ``head``, ``verification``). Everything else
+is vLLM's own and stays untouched.
 """
 
 from collections.abc import Collection, Mapping
@@ -107,7 +107,7 @@ def _check(config: CrossSpecConfig) -> CrossSpecConfig:
     for name, drafter in config.drafters.items():
         path = "speculative_config." + ("" if single else f"drafters.{name}.")
         kind = drafter_kind(drafter.kind, path + "type")
-        if not kind.shares and len(config.drafters) > 1:
+        if not kind.can_share and len(config.drafters) > 1:
             raise ValueError(
                 f"speculative_config.drafters.{name}: a {kind.name} drafter reads no states of the target, so that it "
                 f"cannot catch up beside others; use it alone, as method {kind.name!r}"
@@ -115,8 +115,8 @@ def _check(config: CrossSpecConfig) -> CrossSpecConfig:
         _check_tree(drafter.tree, kind, path + "tree")
         _check_depth(config, drafter, path)
         _check_schedule(drafter.tree, path + "tree")
-        _check_parts(drafter, path)
-        _check_verification(config, drafter, path)
+        _check_parts(drafter, kind, path)
+        _check_verification(config, drafter, kind, path)
     _check_contemplation(config)
     method, wanted = config.draft_sample_method, {"coupled": "match", "probabilistic": "rejection"}
     if method in wanted and config.verification != wanted[method]:
@@ -129,21 +129,25 @@ def _check(config: CrossSpecConfig) -> CrossSpecConfig:
 
 def _check_contemplation(config: CrossSpecConfig) -> None:
     """Refuse what contemplate rows do not go with; the target runs one set of them in a step."""
-    names = [name for name, drafter in config.drafters.items() if drafter_kind(drafter.kind, "").contemplates]
+    kinds = {name: drafter_kind(drafter.kind, "") for name, drafter in config.drafters.items()}
+    names = [name for name, kind in kinds.items() if kind.contemplates]
     if len(names) > 1:
         raise ValueError(
             f"speculative_config.drafters: {' and '.join(names)} would both have the target contemplate for them; "
-            "use one confu drafter"
+            f"use one {kinds[names[0]].name} drafter"
         )
     if names and config.verification != "match":
         raise ValueError(
-            "speculative_config.verification 'rejection' knows no contemplate rows; leave it out for a confu drafter"
+            "speculative_config.verification 'rejection' knows no contemplate rows; leave it out for a "
+            f"{kinds[names[0]].name} drafter"
         )
 
 
-def _check_parts(drafter: DrafterConfig, path: str) -> None:
-    """Refuse n-grams and adaptive sizes where the drafter's trees are not of their kind."""
+def _check_parts(drafter: DrafterConfig, kind: DrafterKind, path: str) -> None:
+    """Refuse a head that stands in for none, and n-grams and adaptive sizes for trees that are not of their kind."""
     tree = drafter.tree
+    if drafter.head is not None and not kind.has_head:
+        raise ValueError(f"{path}head: a {kind.name} drafter has no output layer; leave out head")
     if drafter.adaptive is not None:
         if tree.type != "dynamic":
             raise ValueError(
@@ -160,13 +164,13 @@ def _check_parts(drafter: DrafterConfig, path: str) -> None:
         raise ValueError(f"{path}tree.ngram_weight needs n-grams; name a store in {path}ngram")
 
 
-def _check_verification(config: CrossSpecConfig, drafter: DrafterConfig, path: str) -> None:
+def _check_verification(config: CrossSpecConfig, drafter: DrafterConfig, kind: DrafterKind, path: str) -> None:
     """Refuse what vLLM's rejection sampler does not verify, and what only it knows."""
     key, tree = path + "tree", drafter.tree
     if config.draft_sample_method == "probabilistic":
-        if drafter.kind == "dart":
+        if not kind.can_sample:
             raise ValueError(
-                "speculative_config.draft_sample_method 'probabilistic' is not for a dart drafter; use 'greedy'"
+                f"speculative_config.draft_sample_method 'probabilistic' is not for a {kind.name} drafter; use 'greedy'"
             )
         if drafter.head is not None:
             raise ValueError(

@@ -7,6 +7,7 @@ import torch
 from vllm_crossspec.adaptive import kernels, naive
 from vllm_crossspec.adaptive.heterospec import AdaptivePolicy
 from vllm_crossspec.tree.dynamic import Grown
+from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.types import Sizing
 
 
@@ -27,7 +28,7 @@ class TreeSizer:
 
     def __init__(self, policy: AdaptivePolicy, depth: int, max_num_reqs: int, device: torch.device):
         self.policy, self.depth, self.num_waits = policy, depth, 0
-        self._assess = kernels.assess
+        self._assess = kernels.assess if runs_kernels() else naive.assess
         self._table = {
             "thresholds": torch.tensor(policy.thresholds, dtype=torch.float32, device=device),
             "extensions": torch.tensor(policy.extensions, dtype=torch.int32, device=device),
@@ -41,10 +42,6 @@ class TreeSizer:
         if self._on_device:
             self._host = torch.zeros(max_num_reqs, dtype=torch.int32, pin_memory=True)
             self._event = torch.Event(device)
-
-    def assess_in_batches(self) -> None:
-        """Use PyTorch for the whole batch, where kernels are interpreted."""
-        self._assess = naive.assess
 
     def assess(self, grown: Grown, limits: torch.Tensor, caps: torch.Tensor) -> None:
         """Phi and bin of every tree, and from these its depth and width; one launch that a CUDA graph can hold.

@@ -1,9 +1,10 @@
 """`crossspec flashhead`: makes, describes and judges the clusters of FlashHead, a drafter's quick output layer."""
 
 import json
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -190,14 +191,15 @@ def _texts(prompts: Path, model: Path, target: Path | None) -> list[str]:
 
     if find_spec("transformers") is None:
         raise ValueError('recall needs transformers: run `pip install "vllm-crossspec[train]"`')
-    from vllm_crossspec.training.head_states import check_drafter_format, is_drafter
+    from vllm_crossspec.drafters.checkpoint import kind_of
 
-    if is_drafter(model) and target is None:
+    kind = kind_of(model)
+    if kind is not None and target is None:
         raise ValueError(f"recall: MODEL {model} drafts from a target's states; name that target with --target")
-    if target is not None and not is_drafter(model):
+    if target is not None and kind is None:
         raise ValueError(f"--target {target}: MODEL {model} is a language model of its own; leave out --target")
-    if target is not None:
-        check_drafter_format(model)
+    if kind is not None:
+        _states_of(model).check_drafter_format(model)
     return [prompt.turns[0] for prompt in read_prompts(prompts)]
 
 
@@ -212,13 +214,27 @@ def _ranks(
 ) -> "Ranks":
     from vllm_crossspec.heads.flashhead.quality import rank_clusters
     from vllm_crossspec.heads.flashhead.states import answer_states
-    from vllm_crossspec.training.head_states import drafted_states
 
     if target is None:
         states = answer_states(model, texts, new_tokens=new_tokens, device=weight.device, progress=report)
     else:
+        drafted_states = _states_of(model).drafted_states
         states = drafted_states(model, target, texts, new_tokens=new_tokens, device=weight.device, progress=report)
     return rank_clusters(weight, assets, states)
+
+
+def _states_of(model: Path) -> Any:
+    """The module that has the states which a drafter's output layer sees."""
+    from vllm_crossspec.drafters.checkpoint import kind_of
+
+    kind = kind_of(model)
+    assert kind is not None
+    if not kind.head_states:
+        raise ValueError(
+            f"MODEL {model} is a {kind.name} drafter, whose states cannot be had here; leave out --recall and choose "
+            "--probes"
+        )
+    return import_module(kind.head_states)
 
 
 def _special(given: str | None, model: Path, target: Path | None, vocab_size: int) -> tuple[int, ...]:

@@ -1,45 +1,75 @@
-"""The registry of drafters: a kind of drafter is one entry here, one folder beside it, and one proposer."""
+"""The registry of drafters: a kind of drafter is one folder, ours or another package's, and one entry that names it."""
 
-from importlib import import_module
+import functools
+from collections.abc import Mapping
+from importlib import import_module, metadata
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from vllm_crossspec.names import look_up
 from vllm_crossspec.tree.base import Supply
 
+GROUP = "crossspec.drafters"
+"""Entry-point group by which other packages add kinds: ``NAME = "module:KIND"``, NAME being what users write."""
+
 
 class DrafterKind(NamedTuple):
-    """One kind of drafter.
+    """One kind of drafter: all that is true of it alone, and of no other. Whatever imports is named as a string.
 
     Attributes:
         name: as users write it.
-        carrier: vLLM's own method whose configuration carries this drafter through the engine.
-        checkpoint: module with ``read_facts(config: dict, folder_or_id: str, target: TargetFacts) -> DrafterFacts``.
+        vllm_method: vLLM's own method whose configuration describes this drafter to the engine.
+        checkpoint: module with ``read_facts(config: dict, key: str, target: TargetFacts) -> DrafterFacts``.
         proposer: ``module:class`` of the proposer that drafts chains.
-        tree_proposer: of the one that drafts trees.
+        tree_proposer: of the one that drafts trees; empty where none does.
         reads_target_slots: its first pass reads the target's slot mappings, which a later drafter may overwrite;
             such drafters run first.
         tree: the builder of trees (``tree.base``) that this drafter's candidates are for.
         supplies: what it can yield beside first choices (``tree.base``); other builders that need no more suit it, too.
         drafts_trees: whether its drafts are trees where the user says nothing of their shape.
-        head: the output layer (``head.type``) that it has where the user says nothing; None for its checkpoint's own.
-        shares: whether it can draft beside others in one engine.
-        contemplates: whether the target runs contemplate rows for it (``contemplate.layout``).
         is_autoregressive: whether each of its tokens sees the ones before it; routers number such drafters first.
+        head: the output layer (``head.type``) that it has where the user says nothing; None for its checkpoint's own.
+        has_head: whether it has an output layer at all, which another can stand in for.
+        ties_head: whether its input embedding may be its output layer, too; a drafter without either has the target's.
+        can_share: whether it can draft beside others in one engine. What keeps a cache and reads no target states
+            cannot, for it has nothing to catch up from.
+        can_sample: whether it can sample its drafts and keep what they were sampled from (``probabilistic``).
+        contemplates: whether the target runs contemplate rows for it (``contemplate.layout``).
+        models: vLLM's registry gets these: architecture as in config.json, ``module:class``.
+        speculators_reader: ``module:function(config_dict=..., pre_trained_config=...)`` by which vLLM reads a
+            config.json of ``speculators_model_type`` ``name``; empty where vLLM knows how.
+        check_target: ``module:function(config, key, target_model, revision)`` that refuses a checkpoint of another
+            target, by its config.json and the target's files; empty for the checks that all drafters get.
+        check_engine: ``module:function(speculative_config, target_model_config, target_parallel_config, path)`` that
+            refuses what vLLM made of the drafter; ``path`` begins its keys.
+        marks: a folder is of this kind if one of these words is in its architectures or speculators type; for tools
+            that are given a folder and no kind.
+        head_states: module with ``check_drafter_format(folder)`` and ``drafted_states(folder, target_folder, prompts,
+            *, new_tokens, device, progress)``, the states that its output layer sees; empty where they cannot be had.
     """
 
     name: str
-    carrier: str
+    vllm_method: str
     checkpoint: str
     proposer: str
-    tree_proposer: str
-    reads_target_slots: bool
-    tree: str
-    supplies: Supply
-    drafts_trees: bool
-    is_autoregressive: bool
+    tree_proposer: str = ""
+    reads_target_slots: bool = False
+    tree: str = "chain"
+    supplies: Supply = "tokens"
+    drafts_trees: bool = False
+    is_autoregressive: bool = True
     head: str | None = None
-    shares: bool = True
+    has_head: bool = True
+    ties_head: bool = False
+    can_share: bool = True
+    can_sample: bool = True
     contemplates: bool = False
+    models: Mapping[str, str] = MappingProxyType({})
+    speculators_reader: str = ""
+    check_target: str = ""
+    check_engine: str = ""
+    marks: tuple[str, ...] = ()
+    head_states: str = ""
 
     def load_checkpoint_module(self) -> Any:
         """The module that reads this kind's checkpoints."""
@@ -47,92 +77,89 @@ class DrafterKind(NamedTuple):
 
     def load_proposer(self, is_tree: bool = False) -> Any:
         """The proposer's class, of chains or of trees; imports vLLM."""
-        module, _, name = (self.tree_proposer if is_tree else self.proposer).partition(":")
-        return getattr(import_module(module), name)
+        return load(self.tree_proposer if is_tree else self.proposer)
 
 
-_KINDS = {
-    kind.name: kind
-    for kind in (
-        DrafterKind(
-            name="eagle3",
-            carrier="eagle3",
-            checkpoint="vllm_crossspec.drafters.eagle3.checkpoint",
-            proposer="vllm_crossspec.engine.proposers.eagle3:Eagle3Proposer",
-            tree_proposer="vllm_crossspec.engine.proposers.eagle3_tree:Eagle3TreeProposer",
-            reads_target_slots=True,
-            tree="dynamic",
-            supplies="levels",
-            drafts_trees=False,
-            is_autoregressive=True,
-        ),
-        DrafterKind(
-            name="dflash",
-            carrier="dflash",
-            checkpoint="vllm_crossspec.drafters.dflash.checkpoint",
-            proposer="vllm_crossspec.engine.proposers.dflash:DFlashProposer",
-            tree_proposer="vllm_crossspec.engine.proposers.dflash:DFlashTreeProposer",
-            reads_target_slots=False,
-            tree="best_first",
-            supplies="marginals",
-            drafts_trees=False,
-            is_autoregressive=False,
-        ),
-        DrafterKind(
-            name="dart",
-            carrier="dflash",
-            checkpoint="vllm_crossspec.drafters.dart.checkpoint",
-            proposer="vllm_crossspec.engine.proposers.dart:DartProposer",
-            tree_proposer="vllm_crossspec.engine.proposers.dart:DartTreeProposer",
-            reads_target_slots=False,
-            tree="continuity",
-            supplies="marginals",
-            drafts_trees=True,
-            is_autoregressive=False,
-        ),
-        DrafterKind(
-            name="confu",
-            carrier="eagle3",
-            checkpoint="vllm_crossspec.drafters.confu.checkpoint",
-            proposer="vllm_crossspec.engine.proposers.confu:ConfuProposer",
-            tree_proposer="vllm_crossspec.engine.proposers.confu:ConfuProposer",
-            reads_target_slots=True,
-            tree="dynamic",
-            supplies="levels",
-            drafts_trees=False,
-            is_autoregressive=True,
-            contemplates=True,
-        ),
-        *(
-            DrafterKind(
-                name=name,
-                carrier="draft_model",
-                checkpoint="vllm_crossspec.drafters.draft_model.checkpoint",
-                proposer="vllm_crossspec.engine.proposers.draft_model:DraftModelProposer",
-                tree_proposer="",
-                reads_target_slots=False,
-                tree="chain",
-                supplies="tokens",
-                drafts_trees=False,
-                is_autoregressive=True,
-                head=head,
-                shares=False,
-            )
-            for name, head in (("draft_model", None), ("flashhead", "flashhead"))
-        ),
-    )
+_OWN = {
+    "eagle3": "vllm_crossspec.drafters.eagle3:KIND",
+    "dflash": "vllm_crossspec.drafters.dflash:KIND",
+    "dart": "vllm_crossspec.drafters.dart:KIND",
+    "confu": "vllm_crossspec.drafters.confu:KIND",
+    "draft_model": "vllm_crossspec.drafters.draft_model:KIND",
+    "flashhead": "vllm_crossspec.drafters.flashhead:KIND",
 }
 
 
+def load(path: str) -> Any:
+    """What ``module:name`` names."""
+    module, _, name = path.partition(":")
+    return getattr(import_module(module), name)
+
+
+def own_kinds() -> tuple[DrafterKind, ...]:
+    """The kinds of this project."""
+    return tuple(_load(name, "") for name in _OWN)
+
+
 def drafter_kinds() -> tuple[str, ...]:
-    """Names of all kinds of drafter."""
-    return tuple(_KINDS)
+    """Names of all kinds of drafter, those of other packages last; none of them is imported."""
+    return (*_OWN, *(name for name in _others() if name not in _OWN))
 
 
 def drafter_kind(name: str, key: str) -> DrafterKind:
     """The kind called ``name``.
 
     Raises:
-        ValueError: there is none; the sentence names ``key`` and the nearest kind.
+        ValueError: one sentence: there is none (it names ``key`` and the nearest kind), several packages have one of
+            this name, or the package that has it gives none.
     """
-    return look_up(name, _KINDS, key, "drafter")
+    # Asked in every step: what is loaded is one look-up away.
+    return _loaded.get(name) or _load(name, key)
+
+
+_loaded: dict[str, DrafterKind] = {}
+
+
+@functools.cache
+def _others() -> dict[str, list[metadata.EntryPoint]]:
+    """What other packages offer, by name."""
+    found: dict[str, list[metadata.EntryPoint]] = {}
+    for entry in metadata.entry_points(group=GROUP):
+        found.setdefault(entry.name, []).append(entry)
+    return found
+
+
+def _load(name: str, key: str) -> DrafterKind:
+    others = _others().get(name, [])
+    if len(others) + (name in _OWN) > 1:
+        packages = [*(["vllm-crossspec"] if name in _OWN else []), *map(_package, others)]
+        raise ValueError(
+            f"{key or GROUP}: {name!r} is a drafter of {' and of '.join(packages)} alike; uninstall one of them, or "
+            "have its author rename the entry point"
+        )
+    if others:
+        kind = _load_other(others[0], key)
+    else:
+        kind = load(look_up(name, dict.fromkeys(drafter_kinds(), "") | _OWN, key, "drafter"))
+    return _loaded.setdefault(name, kind)
+
+
+def _load_other(entry: metadata.EntryPoint, key: str) -> DrafterKind:
+    start = f"{key or GROUP}: the drafter {entry.name!r} of package {_package(entry)}"
+    try:
+        kind = entry.load()
+    except Exception as error:
+        why = " ".join(str(error).split())
+        raise ValueError(
+            f"{start} cannot be loaded ({type(error).__name__}: {why}); update or uninstall that package"
+        ) from error
+    if not isinstance(kind, DrafterKind) or kind.name != entry.name:
+        found = f"the kind {kind.name!r}" if isinstance(kind, DrafterKind) else f"a {type(kind).__name__}"
+        raise ValueError(
+            f"{start} is {found}; entry point {entry.value!r} must name a DrafterKind called {entry.name!r}"
+        )
+    return kind
+
+
+def _package(entry: metadata.EntryPoint) -> str:
+    return entry.dist.name if entry.dist is not None else entry.value

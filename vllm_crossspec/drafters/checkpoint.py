@@ -9,7 +9,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
-from vllm_crossspec.drafters.base import drafter_kind
+from vllm_crossspec.drafters.base import DrafterKind, drafter_kind, drafter_kinds
 from vllm_crossspec.types import DrafterFacts, TargetFacts
 
 
@@ -36,6 +36,14 @@ def check_drafter(
     if has_weights and Path(model).expanduser().is_dir():
         check_weight_files(Path(model).expanduser(), key)
     return facts
+
+
+def kind_of(folder: Path) -> DrafterKind | None:
+    """The kind of drafter that a folder's config.json names; None for a language model of its own."""
+    config = json.loads((folder / "config.json").read_text())
+    named = " ".join([*(config.get("architectures") or []), str(config.get("speculators_model_type", ""))]).lower()
+    kinds = (drafter_kind(name, "MODEL") for name in drafter_kinds())
+    return next((kind for kind in kinds if any(mark in named for mark in kind.marks)), None)
 
 
 def read_config(model: str, key: str, revision: str | None = None) -> dict[str, Any]:

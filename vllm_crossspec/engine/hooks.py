@@ -11,8 +11,6 @@ from typing import Any
 from vllm_crossspec.names import DEBUG_VARIABLE
 from vllm_crossspec.twins import runs_kernels
 
-CONFU_MODEL = "ConfuForCausalLM"
-
 _installed = False
 
 
@@ -40,24 +38,12 @@ def install() -> None:
 
 
 def _register_models() -> None:
-    from vllm import ModelRegistry
-    from vllm.transformers_utils.configs.speculators.algos import register_speculator
+    """Our own; those of other packages' drafters when one is asked for (``vllm_api.speculative``)."""
+    from vllm_crossspec.drafters.base import own_kinds
+    from vllm_crossspec.engine.vllm_api.models import register_models
 
-    # As the checkpoint has it, and as vLLM renames it for its block drafters.
-    for name in ("LlamaForCausalLMDart", "DFlashLlamaForCausalLMDart"):
-        ModelRegistry.register_model(name, "vllm_crossspec.engine.models.dart:DartForCausalLM")
-    ModelRegistry.register_model(CONFU_MODEL, "vllm_crossspec.engine.models.confu:ConfuForCausalLM")
-    register_speculator("confu")(_update_confu)
-
-
-def _update_confu(config_dict: dict[str, Any], pre_trained_config: dict[str, Any]) -> None:
-    """What vLLM's reader of speculators' configs does for EAGLE-3, and the sizes of what contemplates."""
-    from vllm.transformers_utils.configs.speculators.algos import SUPPORTED_SPECULATORS_TYPES
-
-    SUPPORTED_SPECULATORS_TYPES["eagle3"](config_dict=config_dict, pre_trained_config=pre_trained_config)
-    pre_trained_config["architectures"] = [CONFU_MODEL]
-    for name in ("num_soft_prompts", "num_experts", "top_experts", "target"):
-        pre_trained_config[name] = config_dict[name]
+    for kind in own_kinds():
+        register_models(kind)
 
 
 def _hook_speculative_config() -> None:

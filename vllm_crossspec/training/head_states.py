@@ -25,13 +25,6 @@ _TENSORS = {"fc.weight", "norm.weight", "lm_head.weight", *(f"midlayer.{name}.we
 """Of an EAGLE-3 drafter in SafeAILab's format."""
 
 
-def is_drafter(folder: Path) -> bool:
-    """Whether a folder holds what drafts from a target's states, and is no language model of its own."""
-    config = json.loads((folder / "config.json").read_text())
-    named = " ".join([*(config.get("architectures") or []), str(config.get("speculators_model_type", ""))]).lower()
-    return any(kind in named for kind in ("eagle", "dflash", "dart"))
-
-
 def check_drafter_format(folder: Path) -> None:
     """Refuse drafters whose states cannot be had here.
 

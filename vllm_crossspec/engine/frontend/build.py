@@ -8,10 +8,10 @@ from vllm.config import SpeculativeConfig
 
 from vllm_crossspec import config_parsing
 from vllm_crossspec.config import ADDITIONAL_CONFIG_KEY, META_METHODS
-from vllm_crossspec.drafters.draft_model.checkpoint import check_follows
+from vllm_crossspec.drafters.base import drafter_kind, load
 from vllm_crossspec.engine.frontend.refuse import (
     check_calibrations,
-    check_contemplation,
+    check_drafted_targets,
     check_ngram_stores,
     check_router_settings,
     check_target,
@@ -67,16 +67,17 @@ def build(engine_args: Any, target_model_config: Any, target_parallel_config: An
     settings = resolve(settings, target, has_weights=engine_args.load_format != "dummy")
     check_ngram_stores(settings, target, target_model_config)
     check_calibrations(settings, target_model_config)
-    check_contemplation(settings, target_model_config)
+    check_drafted_targets(settings, target_model_config)
     settings = resolve_extensions(settings)
     settings = resolve_schedules(settings, can_measure=can_measure(target_parallel_config))
     check_target(settings, target_model_config)
     check_router_settings(settings, target)
     configs = drafter_configs(settings, target_model_config, target_parallel_config)
     for name, config in configs.items():
-        if config.uses_draft_model():
+        kind = drafter_kind(settings.drafters[name].kind, "method")
+        if kind.check_engine:
             path = "speculative_config." + (f"drafters.{name}." if settings.method in META_METHODS else "")
-            check_follows(config, target_model_config, target_parallel_config, path)
+            load(kind.check_engine)(config, target_model_config, target_parallel_config, path)
     if settings.verification == "match":
         _use_our_worker(target_parallel_config)
     engine_args.additional_config = {

@@ -5,9 +5,8 @@ from typing import Any
 
 from vllm_crossspec.adaptive.calibration import check_drafter_calibration
 from vllm_crossspec.config import META_METHODS, CrossSpecConfig, settings_of
-from vllm_crossspec.drafters.base import drafter_kind
+from vllm_crossspec.drafters.base import drafter_kind, load
 from vllm_crossspec.drafters.checkpoint import read_config
-from vllm_crossspec.drafters.confu.checkpoint import check_target as check_target_of_confu
 from vllm_crossspec.drafters.identity import known_model
 from vllm_crossspec.ngram.store import open_store, tokenizer_hash
 from vllm_crossspec.router.checkpoint import check_router
@@ -52,18 +51,19 @@ def check_calibrations(settings: CrossSpecConfig, target_model_config: Any) -> N
         check_drafter_calibration(drafter, target, f"speculative_config.{prefix}adaptive.model")
 
 
-def check_contemplation(settings: CrossSpecConfig, target_model_config: Any) -> None:
-    """Refuse soft prompts that were trained for another target.
+def check_drafted_targets(settings: CrossSpecConfig, target_model_config: Any) -> None:
+    """Refuse drafters that were trained for another target, as far as their kinds can tell.
 
     Raises:
         ValueError: one sentence that names the key, both targets and the fix.
     """
     for name, drafter in settings.drafters.items():
-        if drafter_kind(drafter.kind, "").contemplates:
+        kind = drafter_kind(drafter.kind, "")
+        if kind.check_target:
             prefix = f"drafters.{name}." if settings.method in META_METHODS else ""
             key = f"speculative_config.{prefix}model"
             config = read_config(drafter.model, key, drafter.native.get("revision"))
-            check_target_of_confu(config, key, str(target_model_config.model), target_model_config.revision)
+            load(kind.check_target)(config, key, str(target_model_config.model), target_model_config.revision)
 
 
 def check_router_settings(settings: CrossSpecConfig, target: TargetFacts) -> None:

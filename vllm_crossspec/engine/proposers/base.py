@@ -71,10 +71,6 @@ class Proposer(ABC):
     def catch_up(self, step: StepInputs) -> None:
         """Take the step's accepted tokens into the drafter's cache; draft nothing."""
 
-    def build_in_batches(self) -> bool:
-        """Build trees with PyTorch for the whole batch, where kernels are interpreted; whether it builds any."""
-        return False
-
     # -- the output layer -------------------------------------------------------------------------------------
 
     @property

@@ -49,12 +49,6 @@ class ConfuProposer(Eagle3TreeProposer):
         self.root_masks = self.level_masks[:1, -1:].clone()
         self.root_parents = torch.zeros(self.max_num_reqs, top_k, dtype=torch.int32, device=device)
 
-    def build_in_batches(self) -> bool:
-        """See the base class."""
-        super().build_in_batches()
-        self.prepare_level = functools.partial(self.prepare_level, has_future=True)
-        return True
-
     # -- the round ------------------------------------------------------------------------------------------------
 
     def _run_model(

@@ -30,6 +30,7 @@ from vllm_crossspec.engine.vllm_api.propose import native_arguments
 from vllm_crossspec.engine.vllm_api.speculative import without_schedule
 from vllm_crossspec.tree import torch_ops as tree_in_torch
 from vllm_crossspec.tree.dynamic import Beam, DynamicTree
+from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.types import Candidates, Sizing, StepInputs
 
 
@@ -60,16 +61,16 @@ class Eagle3TreeProposer(Eagle3Proposer):
             policy = load_policy(drafts.adaptive, drafts.tree_nodes)
             self.sizer = TreeSizer(policy, drafts.depth, max_num_reqs, device)
             self.max_depth += policy.max_extension
-        self._sizes = {
-            "num_nodes": drafts.tree_nodes,
-            "depth": self.max_depth,
-            "top_k": top_k,
-            "max_num_reqs": max_num_reqs,
-            "device": device,
-            "first_row": self.shared_rows,
-        }
-        self.builder: DynamicTree | tree_in_torch.DynamicTree = DynamicTree(**self._sizes)
-        self.prepare_level: Callable[..., None] = prepare_level
+        build = DynamicTree if runs_kernels() else tree_in_torch.DynamicTree
+        self.builder = build(
+            num_nodes=drafts.tree_nodes,
+            depth=self.max_depth,
+            top_k=top_k,
+            max_num_reqs=max_num_reqs,
+            device=device,
+            first_row=self.shared_rows,
+        )
+        self.prepare_level: Callable[..., None] = prepare_level if runs_kernels() else levels_in_torch.prepare_level
         self.level_rows = top_k + self.shared_rows
         max_rows = max_num_reqs * self.level_rows
         self.root_log_probs = torch.zeros(max_num_reqs, top_k, dtype=torch.float32, device=device)
@@ -84,14 +85,6 @@ class Eagle3TreeProposer(Eagle3Proposer):
         self.scratches: dict[str, torch.Tensor] = {}
         self.level_cudagraph_manager: DFlashCudaGraphManager | None = None
         self.extension_managers: dict[int, DFlashCudaGraphManager] = {}
-
-    def build_in_batches(self) -> bool:
-        """See the base class."""
-        self.builder = tree_in_torch.DynamicTree(**self._sizes)
-        self.prepare_level = levels_in_torch.prepare_level
-        if self.sizer is not None:
-            self.sizer.assess_in_batches()
-        return True
 
     def set_attn(self, *arguments: Any, **options: Any) -> None:
         """The attention of the drafter's layers, and a scratch for the trees' keys and values of each."""

@@ -14,6 +14,7 @@ from vllm_crossspec.ngram.store import NgramStore, open_store, place
 from vllm_crossspec.tree import torch_ops
 from vllm_crossspec.tree.best_first import best_first
 from vllm_crossspec.tree.continuity import ContinuityTree, Scoring, product_scoring
+from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.types import Candidates, StepInputs, TokenTree
 
 GIB = 1 << 30
@@ -36,8 +37,8 @@ class MarginalTrees:
         self.store = _placed_store(drafts, device)
         width = self.store.order - 1 if self.store is not None else 1
         self.contexts = torch.full((max_num_reqs, width), -1, dtype=torch.int64, device=device)
-        self._build_product = best_first
-        self._sizes = {
+        self._build_product = best_first if runs_kernels() else torch_ops.best_first
+        self.sizes = {
             "num_nodes": drafts.tree_nodes,
             "depth": drafts.depth,
             "top_k": drafts.top_k,
@@ -51,15 +52,8 @@ class MarginalTrees:
         }
         # The product of marginals needs no beam: a frontier finds the best prefixes one after another.
         needs_beam = drafts.tree.type == "continuity" or self.store is not None
-        # A beam's lookups are hundreds of programs a level, too many for an interpreter.
-        search = torch_ops.ContinuityTree if device.type == "cpu" else ContinuityTree
-        self.builder = search(**self._sizes) if needs_beam else None
-
-    def build_in_batches(self) -> None:
-        """Build with PyTorch for the whole batch, where kernels are interpreted."""
-        self._build_product = torch_ops.best_first
-        if self.builder is not None:
-            self.builder = torch_ops.ContinuityTree(**self._sizes)
+        search = ContinuityTree if runs_kernels() else torch_ops.ContinuityTree
+        self.builder = search(**self.sizes) if needs_beam else None
 
     def read_contexts(self, step: StepInputs, req_states: Any) -> None:
         """What n-grams go on from: the last known tokens of the batch; one launch before the drafter's forward."""
@@ -102,11 +96,6 @@ class MarginalTreeProposer(Proposer):
         """Trees of the first ``num_reqs`` requests, from the final states [num_reqs * K, H] of their positions."""
         assert self.drafts.top_k is not None
         self.trees.build(*self.head.candidates(states, keys, self.drafts.top_k), num_reqs)
-
-    def build_in_batches(self) -> bool:
-        """See the base class."""
-        self.trees.build_in_batches()
-        return True
 
     def propose_step(self, step: StepInputs) -> Candidates:
         """Draft a tree for every request; forward and builder are one CUDA graph."""

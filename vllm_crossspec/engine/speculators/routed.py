@@ -33,6 +33,11 @@ MAX_TOKENS_AT_ONCE = 4096
 """Tokens of one catch-up; more are taken in by parts, for what all requests may have missed together is a lot."""
 
 
+def joined(states: list[torch.Tensor], taps: list[int]) -> torch.Tensor:
+    """[n, taps * H] of the states [n, H] that a drafter taps; width 0 where it taps none."""
+    return torch.cat([states[i] for i in taps], dim=-1) if taps else states[0][:, :0]
+
+
 class RoutedSpeculator(Speculator):
     """One drafter drafts for a request in a round, whichever the router chose; the others do nothing.
 
@@ -93,6 +98,8 @@ class RoutedSpeculator(Speculator):
         if not self._has_full_graphs:
             return
         for name, backlog in self.backlogs.items():
+            if not self.proposers[name].kv_groups:  # no cache, nothing to catch up with
+                continue
             write = functools.partial(self._write_eagerly, name, backlog.features)
             self.context_graphs[name] = ContextGraphs(write, self.vllm_config, self.device)
             self.context_graphs[name].capture()
@@ -183,11 +190,11 @@ class RoutedSpeculator(Speculator):
         index = None if everything else async_tensor_h2d(packed, device=self.device)
         states = [
             s[: batch.num_tokens] if index is None else s.index_select(0, index)
-            for s in step.tapped_hidden_states or ()
+            for s in step.tapped_hidden_states or [step.last_hidden_states]
         ]
         for name, proposer in self.proposers.items():
             backlog = self.backlogs[name]
-            features = proposer.fuse(torch.cat([states[i] for i in self.tap_indices[name]], dim=-1))
+            features = proposer.fuse(joined(states, self.tap_indices[name]))
             crowded = backlog.crowded(rows)
             if crowded.any():
                 self._catch_up(name, rows.slots[crowded], rows.starts[crowded])
@@ -268,6 +275,8 @@ class RoutedSpeculator(Speculator):
         self._write_now(name, features, tokens)
 
     def _write_now(self, name: str, features: torch.Tensor, tokens: Tokens) -> None:
+        if not self.proposers[name].kv_groups:
+            return
         graphs = self.context_graphs.get(name)
         if graphs is not None and features is self.backlogs[name].features:
             graphs.replay(np.stack(tokens))
@@ -327,7 +336,7 @@ class RoutedSpeculator(Speculator):
             if self._alone not in (None, name):
                 continue
             if is_profile and tapped:  # the largest that a round allocates
-                proposer.fuse(torch.cat([tapped[i] for i in self.tap_indices[name]], dim=-1))
+                proposer.fuse(joined(tapped, self.tap_indices[name]))
             features = self.backlogs[name].features[:num_reqs]
             inputs = self.one_row.step(
                 step, batch, features, dummy_run=True, skip_attn_for_dummy_run=skip_attn, is_profile=is_profile

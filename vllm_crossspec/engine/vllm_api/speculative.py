@@ -9,6 +9,7 @@ from vllm.config.speculative import SpeculativeMethod
 
 from vllm_crossspec.config import CrossSpecConfig, DrafterConfig
 from vllm_crossspec.drafters.base import drafter_kind
+from vllm_crossspec.engine.vllm_api.models import register_models
 from vllm_crossspec.tree.schedule import candidate_widths
 
 # Set by vLLM itself when it builds the config; nobody writes them in JSON.
@@ -18,6 +19,10 @@ _INTERNAL_KEYS = {
     "draft_model_config",
     "draft_parallel_config",
 }
+
+_CARRIERS = ("dflash", "eagle3", "draft_model")
+"""The methods for which vLLM makes room, the most first: slots ahead for what each of them drafts, one more for a
+block, and states of the target for the first two. Beside any of them every other method has what it needs."""
 
 
 def native_methods() -> set[str]:
@@ -58,7 +63,7 @@ def draft_schedule(settings: CrossSpecConfig) -> list[tuple[int, int, int]] | No
 def native_dict(drafter: DrafterConfig, num_speculative_tokens: int) -> dict[str, Any]:
     """The speculative config that vLLM itself would take for this drafter alone."""
     return {
-        "method": drafter_kind(drafter.kind, "method").carrier,
+        "method": drafter_kind(drafter.kind, "method").vllm_method,
         "model": drafter.model,
         "num_speculative_tokens": num_speculative_tokens,
         **drafter.native,
@@ -70,11 +75,15 @@ def drafter_configs(
 ) -> dict[str, SpeculativeConfig]:
     """vLLM's own config for every drafter, by name; the first carries the engine.
 
-    The carrier plans for the longest draft and, block drafters needing the larger slot budget, is one's config where
-    there is one.
+    It plans for the longest draft, and is of the method for which vLLM makes most room (:data:`_CARRIERS`).
     """
-    carriers = {name: drafter_kind(d.kind, "method").carrier for name, d in settings.drafters.items()}
-    names = sorted(settings.drafters, key=lambda name: carriers[name] != "dflash")
+    methods = {}
+    for name, drafter in settings.drafters.items():
+        kind = drafter_kind(drafter.kind, "method")
+        register_models(kind)
+        methods[name] = kind.vllm_method
+    rank = {method: i for i, method in enumerate(_CARRIERS)}
+    names = sorted(settings.drafters, key=lambda name: rank.get(methods[name], len(rank)))
     schedule, method = draft_schedule(settings), settings.draft_sample_method
     common = {} if method in (None, "coupled") else {"draft_sample_method": method}
     configs = {}

@@ -58,7 +58,7 @@ def check_head(drafter: DrafterConfig, facts: DrafterFacts, key: str) -> None:
     _check_tree(drafter.tree.top_k, num_probes * size + len(assets.special_token_ids), key)
     folder = Path(drafter.model).expanduser()
     if folder.is_dir() and FINGERPRINT in assets.facts:
-        place = own_output(folder, key, may_be_tied=drafter_kind(drafter.kind, key).carrier == "draft_model")
+        place = own_output(folder, key, may_be_tied=drafter_kind(drafter.kind, key).ties_head)
         if place is not None:
             with open_rows(*place, key) as rows:
                 check_fingerprint(assets, rows, f"{key}.model")

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from vllm_crossspec.heads.flashhead import kernels, torch_ops
 from vllm_crossspec.heads.flashhead.assets import Assets
+from vllm_crossspec.twins import runs_kernels
 
 MAX_TOP_K = 64
 NARROW = torch.float8_e4m3fn
@@ -54,7 +55,7 @@ class FlashHead:
             pieces.
         centroid_dtype: of the centroids; None: the embedding's. float8_e4m3fn has one scale a centroid; a device that
             does not know it keeps numbers so rounded in the embedding's format.
-        use_kernels: whether the kernels serve; None: on a GPU.
+        use_kernels: whether the kernels serve; None: where kernels run as machine code.
 
     Raises:
         ValueError: one sentence: the assets are another model's, or a number is out of its bounds.
@@ -87,7 +88,7 @@ class FlashHead:
             raise ValueError(f"top_k {top_k}: the head gives at most {MAX_TOP_K} candidates")
         self.max_rows, self.top_k = max_rows, top_k
         device = weight.device
-        self._uses_kernels = device.type == "cuda" if use_kernels is None else use_kernels
+        self._uses_kernels = runs_kernels() if use_kernels is None else use_kernels
         centroids = F.normalize(assets.centroids.to(device, torch.float32), dim=1)
         self._centroids, self._scales = _narrow(centroids, centroid_dtype or weight.dtype, weight.dtype)
         self._tokens = _tokens(weight, assets, grouped)

@@ -26,7 +26,6 @@ vllm.config.scheduler
       requests that opted out
 vllm.config.speculative
   SpeculativeConfig.apply_draft_overrides(self vllm_config) - called when an autoregressive drafter is loaded
-  SpeculativeConfig.uses_draft_model(self) - called when settings are checked
   SpeculativeConfig.uses_dynamic_speculative_decoding(self) - called: whether vLLM kept the schedule
   SpeculativeConfig.{num_speculative_tokens num_speculative_tokens_per_batch_size} - set: the measured schedule, and a
       drafter's own length
