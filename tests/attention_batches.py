@@ -141,7 +141,7 @@ def make_batch(
         num_reqs=num_split,
         num_tokens=int(starts[num_split]),
         max_query_len=longest,
-        everything=num_split == len(requests),
+        is_whole_batch=num_split == len(requests),
     )
     soft = None
     if num_soft:

@@ -240,7 +240,7 @@ def test_a_store_is_made_for_methods_with_ngrams_alone(tmp_path):
 def test_routed_methods(method, capsys):
     chosen = options("--tokens", "5", "--nodes", "40", "--threshold", "1.5", "--batch-sizes", "1,4")
     settings = parse(round_time.speculative_config(method, MODELS, chosen), {"model", "method"})
-    assert settings.routes and settings.routing_order == ("eagle3", "dflash")
+    assert settings.is_routed and settings.routing_order == ("eagle3", "dflash")
     assert {name: drafter.tree.num_nodes for name, drafter in settings.drafters.items()} == {"eagle3": 40, "dflash": 40}
     assert settings.drafters["dflash"].num_speculative_tokens == 5
     router = settings.router

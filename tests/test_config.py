@@ -163,7 +163,7 @@ def test_a_standalone_draft_model_drafts_alone():
 
 def test_routers():
     config = parsed(**TWO)
-    assert config.router.policy == "entropy" and config.routes
+    assert config.router.policy == "entropy" and config.is_routed
     # Autoregressive drafters come first in routing order, whatever the order they are written in.
     turned = TWO | {"drafters": dict(reversed(TWO["drafters"].items()))}
     assert parsed(**turned).routing_order == ("eagle3", "dflash")

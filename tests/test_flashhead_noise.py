@@ -12,7 +12,7 @@ from steps import DEVICE, POISON
 from test_flashhead import make, probed_clusters
 
 from vllm_crossspec.engine import noise
-from vllm_crossspec.engine.heads import DenseHead, RetrievalHead, TargetKeys
+from vllm_crossspec.engine.heads import DenseHead, NoiseKeys, RetrievalHead
 from vllm_crossspec.heads.flashhead import kernels, naive
 from vllm_crossspec.heads.flashhead.head import NARROW, FlashHead
 
@@ -32,7 +32,7 @@ def keys_for(rows, rows_per_entry=1, use_fp64=False):
     positions = torch.randint(0, 1 << 20, (rows,), generator=generator)
     temperature = torch.tensor([0.0, 0.7, 1.0, 2.5])
     seeds = torch.tensor([3, -(1 << 62) + 5, 1 << 40, 12345])
-    return TargetKeys(*(part.to(DEVICE) for part in (entries, positions, temperature, seeds)), use_fp64)
+    return NoiseKeys(*(part.to(DEVICE) for part in (entries, positions, temperature, seeds)), use_fp64)
 
 
 def heads(weight, assets, offsets, **settings):

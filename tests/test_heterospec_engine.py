@@ -309,7 +309,7 @@ def test_rows_that_are_not_cut_are_seen(llm, runs):
         check_rows(steps)
 
 
-def test_widths_of_other_requests_are_seen_and_cost_no_text(llm, runs):
+def test_query_lens_of_other_requests_are_seen_and_cost_no_text(llm, runs):
     """A tree that lost rows has nodes that nobody verifies: slower, and plain's text all the same."""
     runs("spread", "six")
     tokens, steps = broken(llm, swap_widths)

@@ -35,7 +35,7 @@ def waits_then_computes(rows):
 # -- the choice -------------------------------------------------------------------------------------------------------
 
 
-def test_widths_are_the_tree_its_parts_a_chain_and_nothing():
+def test_query_lens_are_the_tree_its_parts_a_chain_and_nothing():
     assert WIDTHS == (60, 30, 15, 8, 0)
     assert candidate_widths(4, 8) == (4, 2, 1, 0)
 

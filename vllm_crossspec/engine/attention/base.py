@@ -44,7 +44,7 @@ class TargetTail(NamedTuple):
         num_reqs: leading requests that are verification-shaped.
         num_tokens: their query rows.
         max_query_len: the most query rows that one of them has.
-        everything: there are no other requests in the step; padded ones count as verification-shaped. The only form
+        is_whole_batch: there are no other requests in the step; padded ones count as verification-shaped. The only form
             that is captured in CUDA graphs, so a batch that replays one must be of it, too.
     """
 
@@ -53,7 +53,7 @@ class TargetTail(NamedTuple):
     num_reqs: int
     num_tokens: int
     max_query_len: int
-    everything: bool
+    is_whole_batch: bool
 
 
 class DraftTail(NamedTuple):

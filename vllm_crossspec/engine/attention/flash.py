@@ -115,8 +115,8 @@ class TreeFlashMetadataBuilder(FlashAttentionMetadataBuilder):
             super().build(0, common)
         # What is left of vLLM's own metadata serves a drafter's first pass, whose few layers plan for themselves.
         metadata = TreeFlashMetadata(**vars(super().build(0, common, fast_build=True)), target_tail=tail)
-        metadata.split_reqs = common.num_reqs if tail.everything else tail.num_reqs
-        metadata.split_tokens = common.num_actual_tokens if tail.everything else tail.num_tokens
+        metadata.split_reqs = common.num_reqs if tail.is_whole_batch else tail.num_reqs
+        metadata.split_tokens = common.num_actual_tokens if tail.is_whole_batch else tail.num_tokens
         plans = self.aot_schedule and not fast_build and not envs.VLLM_BATCH_INVARIANT
         schedule = self._get_scheduler_metadata(
             aot_schedule=plans,

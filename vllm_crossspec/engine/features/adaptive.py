@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from vllm_crossspec.adaptive.calibration import policies
 from vllm_crossspec.engine.features.base import Feature
-from vllm_crossspec.engine.graphs.widths import target_graphs
+from vllm_crossspec.engine.graphs.query_lens import target_graphs
 from vllm_crossspec.metrics.adaptive import TreeSizeCounters
 from vllm_crossspec.types import TREE, Candidates
 
@@ -39,7 +39,7 @@ class AdaptiveSizes(Feature):
     @staticmethod
     def is_wanted(runner: Any) -> bool:
         """See the base class."""
-        return runner.settings.adapts
+        return runner.settings.is_adaptive
 
     def kv_ready(self) -> None:
         """CUDA graphs of every width that trees may have."""

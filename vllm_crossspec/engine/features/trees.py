@@ -7,7 +7,7 @@ from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
 from vllm_crossspec.engine.attention import base
 from vllm_crossspec.engine.features.base import Feature
-from vllm_crossspec.engine.graphs.widths import captured_query_len
+from vllm_crossspec.engine.graphs.query_lens import captured_query_len
 from vllm_crossspec.engine.step import Step
 from vllm_crossspec.engine.verification.penalties import TreePenalties
 from vllm_crossspec.kv_compaction.kernels import (
@@ -108,7 +108,7 @@ class Trees(Feature):
             num_reqs=num_reqs,
             num_tokens=num_tokens,
             max_query_len=min(max_query_len, state.num_rows),
-            everything=num_reqs >= common.num_reqs,
+            is_whole_batch=num_reqs >= common.num_reqs,
         )
 
     def sampled(self, step: Step, final_states: torch.Tensor) -> None:

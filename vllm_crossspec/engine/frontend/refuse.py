@@ -43,7 +43,7 @@ def check_calibrations(settings: CrossSpecConfig, target_model_config: Any) -> N
     Raises:
         ValueError: one sentence that names the key and the fix.
     """
-    if not settings.adapts:
+    if not settings.is_adaptive:
         return
     target = known_model(str(target_model_config.model), target_model_config.revision)
     for name, drafter in settings.drafters.items():
@@ -73,7 +73,7 @@ def check_router_settings(settings: CrossSpecConfig, target: TargetFacts) -> Non
         ValueError: one sentence that names the key and the fix.
     """
     router = settings.router
-    if router is None or not settings.routes:
+    if router is None or not settings.is_routed:
         return
     key, needed = "speculative_config.router", settings.max_depth + 1
     if router.max_backlog < needed:
@@ -127,9 +127,9 @@ def unsupported_features(vllm_config: Any) -> list[str]:
         found.append("enable_adaptive_verification with vllm_crossspec")
     if any(d.head is not None for d in settings.drafters.values()) and parallel.tensor_parallel_size > 1:
         found.append("tensor parallelism with a FlashHead, whose output layer would be sharded (leave out head)")
-    if settings.adapts and parallel.data_parallel_size > 1:
+    if settings.is_adaptive and parallel.data_parallel_size > 1:
         found.append("data parallelism with adaptive trees (ranks would draft apart)")
-    if settings.routes and parallel.data_parallel_size > 1:
+    if settings.is_routed and parallel.data_parallel_size > 1:
         found.append("data parallelism with several drafters of vllm_crossspec (ranks would draft apart)")
     if len(settings.drafters) > 1 and speculative is not None:
         if speculative.draft_sample_method == "probabilistic":

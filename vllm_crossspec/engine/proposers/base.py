@@ -8,7 +8,7 @@ from torch import nn
 from vllm.config import VllmConfig
 
 from vllm_crossspec.engine.draft_settings import DraftSettings
-from vllm_crossspec.engine.heads import DraftHead, TargetKeys, make_head
+from vllm_crossspec.engine.heads import DraftHead, NoiseKeys, make_head
 from vllm_crossspec.types import Candidates, StepInputs, TokenTree
 
 
@@ -91,7 +91,7 @@ class Proposer(ABC):
 
     def coupling(
         self, idx_mapping: torch.Tensor, positions: torch.Tensor, temperature: torch.Tensor, seeds: torch.Tensor
-    ) -> TargetKeys | None:
+    ) -> NoiseKeys | None:
         """The keys of the target's noise for rows that are being drafted; None for drafts that do not look at it.
 
         Args:
@@ -101,7 +101,7 @@ class Proposer(ABC):
         """
         if not self.drafts.is_coupled:
             return None
-        return TargetKeys(idx_mapping, positions, temperature, seeds, self.use_fp64_gumbel)
+        return NoiseKeys(idx_mapping, positions, temperature, seeds, self.use_fp64_gumbel)
 
     def samples_natively(self, draft_logits: torch.Tensor | None) -> bool:
         """Whether vLLM's own sampling of drafts serves: it keeps logits, or takes the arg-max shard by shard."""

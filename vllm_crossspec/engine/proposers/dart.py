@@ -9,7 +9,7 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_crossspec.drafters.dart.inputs import DartRows, prepare_rows
 from vllm_crossspec.engine.draft_settings import DraftSettings
-from vllm_crossspec.engine.heads import TargetKeys
+from vllm_crossspec.engine.heads import NoiseKeys
 from vllm_crossspec.engine.proposers.dflash import DFlashProposer
 from vllm_crossspec.engine.proposers.marginals import MarginalTreeProposer
 from vllm_crossspec.engine.proposers.one_layer import write_entries
@@ -196,7 +196,7 @@ class DartProposer(DFlashProposer):
         slot_mappings: dict[str, torch.Tensor] | None,
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode,
-    ) -> tuple[torch.Tensor, TargetKeys | None]:
+    ) -> tuple[torch.Tensor, NoiseKeys | None]:
         """Final states [num_reqs * K, H] of all query rows, and the keys of the noise that they are ranked with."""
         num_rows = num_reqs * self.num_query_per_req
         with run.forward_context(

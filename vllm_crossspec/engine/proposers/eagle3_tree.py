@@ -22,7 +22,7 @@ from vllm_crossspec.drafters.eagle3 import torch_ops as levels_in_torch
 from vllm_crossspec.drafters.eagle3.levels import prepare_growth, prepare_level
 from vllm_crossspec.engine.attention.base import DraftTail
 from vllm_crossspec.engine.draft_settings import DraftSettings
-from vllm_crossspec.engine.graphs.widths import FirstPassWidths
+from vllm_crossspec.engine.graphs.query_lens import FirstPassGraphs
 from vllm_crossspec.engine.proposers.base import empty_tree, first_rows
 from vllm_crossspec.engine.proposers.eagle3 import Eagle3Proposer
 from vllm_crossspec.engine.vllm_api import run
@@ -133,7 +133,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
     def _widen_first_pass(self, policy: AdaptivePolicy) -> None:
         """The first pass runs over as many rows as the target verified: graphs for every width."""
         assert isinstance(self.prefill_cudagraph_manager, SpeculatorCudaGraphManager)
-        self.prefill_cudagraph_manager = FirstPassWidths(
+        self.prefill_cudagraph_manager = FirstPassGraphs(
             self.engine_config,
             self.device,
             self.prefill_cudagraph_manager.cudagraph_mode,

@@ -7,7 +7,7 @@ import torch
 from vllm.config import VllmConfig
 
 from vllm_crossspec.engine.draft_settings import DraftSettings
-from vllm_crossspec.engine.heads import TargetKeys
+from vllm_crossspec.engine.heads import NoiseKeys
 from vllm_crossspec.engine.proposers.base import Proposer, empty_tree, first_rows
 from vllm_crossspec.ngram.contexts import last_tokens
 from vllm_crossspec.ngram.store import NgramStore, open_store, place
@@ -92,7 +92,7 @@ class MarginalTreeProposer(Proposer):
         super().__init__(vllm_config, device, name, drafts)  # type: ignore[call-arg]
         self.trees = MarginalTrees(drafts, vllm_config, device)
 
-    def build_trees(self, states: torch.Tensor, keys: TargetKeys | None, num_reqs: int) -> None:
+    def build_trees(self, states: torch.Tensor, keys: NoiseKeys | None, num_reqs: int) -> None:
         """Trees of the first ``num_reqs`` requests, from the final states [num_reqs * K, H] of their positions."""
         assert self.drafts.top_k is not None
         self.trees.build(*self.head.candidates(states, keys, self.drafts.top_k), num_reqs)

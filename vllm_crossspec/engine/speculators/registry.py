@@ -9,7 +9,7 @@ from vllm_crossspec.engine.speculators.single import SingleSpeculator
 
 def speculator_class(settings: CrossSpecConfig) -> type[Speculator]:
     """The speculator for these settings."""
-    if not settings.routes:
+    if not settings.is_routed:
         return SingleSpeculator
     is_recording = settings.router is not None and settings.router.policy == "record"
     return RecordingSpeculator if is_recording else RoutedSpeculator

@@ -25,13 +25,13 @@ MISSED_TOKENS = 90
 6)."""
 
 
-def is_wanted(host: Any) -> bool:
+def is_wanted(speculator: Any) -> bool:
     """Whether this router goes by costs, and this machine's times mean anything: on a CPU kernels are interpreted."""
-    settings = host.router.settings
+    settings = speculator.router.settings
     kind = policy_kind(settings.policy, "router.policy")
     # Without a trained router no cost moves "auto": see auto_thresholds.
     is_auto = kind.takes_threshold and settings.thresholds is None and settings.checkpoint is not None
-    return host.device.type == "cuda" and (kind.uses_costs or is_auto)
+    return speculator.device.type == "cuda" and (kind.uses_costs or is_auto)
 
 
 def scheduled_width(vllm_config: Any, step_costs: load.StepTable | None, num_reqs: int) -> int:
@@ -60,12 +60,12 @@ def batch_sizes(runner: Any, step_costs: load.StepTable | None) -> dict[int, int
     return found
 
 
-def time_switch(host: Any, name: str, num_reqs: int) -> float:
+def time_switch(speculator: Any, name: str, num_reqs: int) -> float:
     """Seconds in which every one of ``num_reqs`` requests catches up with what the drafter has missed of it."""
-    clock = StepClock(host.device)
+    clock = StepClock(speculator.device)
     for _ in range(1 + load.REPEATS):
         clock.mark()
-        host.catch_up_on_nothing(name, num_reqs * MISSED_TOKENS)
+        speculator.catch_up_on_nothing(name, num_reqs * MISSED_TOKENS)
         clock.mark()
     return statistics.median(clock.spans()[1:])
 
@@ -75,20 +75,20 @@ def measure(runner: Any) -> RoundCosts | None:
     """The costs of this engine's drafters, the same on every rank; None where it never drafts.
 
     Args:
-        runner: whose speculator is the routed host, its CUDA graphs captured.
+        runner: whose speculator is the routed one, its CUDA graphs captured.
     """
-    start, host = time.perf_counter(), runner.speculator
+    start, speculator = time.perf_counter(), runner.speculator
     step_costs = runner.measured_step_costs()
     widths = batch_sizes(runner, step_costs)
     draft, verify, switch = {}, {}, {}
     for size in sorted(widths, reverse=True):  # the largest first, so that memory grows once
         steps = []
-        for name in host.order:
-            with host.drafting_alone(name):
+        for name in speculator.order:
+            with speculator.drafting_alone(name):
                 steps.append(load.time_step(runner, size, widths[size]))
         draft[size] = tuple(step.draft for step in steps)
         verify[size] = (statistics.median(step.step for step in steps),) * len(steps)
-        switch[size] = tuple(time_switch(host, name, size) for name in host.order)
+        switch[size] = tuple(time_switch(speculator, name, size) for name in speculator.order)
     costs = None
     if sizes := tuple(sorted(widths)):
         costs = RoundCosts(sizes, *(tuple(table[size] for size in sizes) for table in (draft, verify, switch)))
@@ -97,7 +97,7 @@ def measure(runner: Any) -> RoundCosts | None:
         logger.info(
             "crossspec: rounds timed in %.1f s; milliseconds by drafter %s, by running requests: %s",
             time.perf_counter() - start,
-            list(host.order),
+            list(speculator.order),
             _table(costs),
         )
     return costs

@@ -9,7 +9,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
 from vllm_crossspec.engine.features.adaptive import cut_drafts
-from vllm_crossspec.engine.graphs.widths import ManyWidths, captured_query_len
+from vllm_crossspec.engine.graphs.query_lens import QueryLenGraphs, captured_query_len
 
 
 def planned(**drafted):
@@ -47,7 +47,7 @@ def test_nothing_to_cut_is_the_plan_itself():
     assert cut_drafts(step, {}.__getitem__) is step
 
 
-class Graphs(ManyWidths):
+class Graphs(QueryLenGraphs):
     """The lists of a manager alone, as on a GPU; nothing is captured."""
 
     def __init__(self, query_lens, mixes, max_num_reqs=8, mode=CUDAGraphMode.FULL_AND_PIECEWISE):

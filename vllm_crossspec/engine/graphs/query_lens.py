@@ -12,7 +12,7 @@ from vllm_crossspec.config import CrossSpecConfig
 from vllm_crossspec.engine.vllm_api.speculative import without_schedule
 
 
-class ManyWidths(CudaGraphManager):
+class QueryLenGraphs(CudaGraphManager):
     """CUDA graphs of further widths beside those of vLLM's own manager; mixed in before one of its classes.
 
     A batch of one width replays a graph of that width, and where ``mixes``, a decode batch of several widths one whose
@@ -72,11 +72,11 @@ class ManyWidths(CudaGraphManager):
             descs[:] = known + [d for d in descs[len(known) :] if d not in known and d.num_tokens >= min_tokens]
 
 
-class FirstPassWidths(ManyWidths, SpeculatorCudaGraphManager):
+class FirstPassGraphs(QueryLenGraphs, SpeculatorCudaGraphManager):
     """Graphs of a drafter's first pass, which runs over the target's rows."""
 
 
-class TargetWidths(ManyWidths, ModelCudaGraphManager):
+class VerificationGraphs(QueryLenGraphs, ModelCudaGraphManager):
     """Graphs of the target's verification."""
 
 
@@ -85,7 +85,7 @@ def captured_query_len(manager: Any) -> int | None:
 
     Plans of the attention must be made for what was captured.
     """
-    return manager.chosen.max_query_len if isinstance(manager, ManyWidths) and manager.chosen is not None else None
+    return manager.chosen.max_query_len if isinstance(manager, QueryLenGraphs) and manager.chosen is not None else None
 
 
 def target_graphs(runner: Any, settings: CrossSpecConfig) -> ModelCudaGraphManager:
@@ -103,7 +103,7 @@ def target_graphs(runner: Any, settings: CrossSpecConfig) -> ModelCudaGraphManag
     unsupported = get_varlen_cudagraph_unsupported_backend(
         runner.attn_groups, runner.vllm_config, runner.decode_query_len, checked_layer_names=targets
     )
-    return TargetWidths(
+    return VerificationGraphs(
         runner.vllm_config,
         runner.device,
         manager.cudagraph_mode,
