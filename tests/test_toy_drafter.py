@@ -84,7 +84,8 @@ def draft_nonsense(worker):
 
 @pytest.mark.e2e
 def test_alone_it_gives_plains_text(plain, folder):
-    with engines.engine(alone(folder)) as llm:
+    with engines.async_scheduling_on_cpu(), engines.engine(alone(folder), async_scheduling=True) as llm:
+        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         found, counted = texts(llm), stats(llm)["most_frequent"]
         llm.collective_rpc(draft_nonsense)
         assert texts(llm) == plain  # whatever is drafted
@@ -192,6 +193,7 @@ def test_a_name_that_two_packages_claim_is_refused(tmp_path):
         with pytest.raises(ValueError, match="^method: 'parrot' is a drafter of (parrots|cuckoos) and of .* alike; "):
             base.drafter_kind("parrot", "method")
         assert base.drafter_kinds().count("eagle3") == 1
+        assert "eagle3" in [kind.name for kind in base.own_kinds()]  # what every engine registers
 
 
 def test_a_proposer_that_lacks_a_part_says_which():
