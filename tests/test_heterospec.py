@@ -312,7 +312,7 @@ def test_the_sizer_says_what_the_kernel_wrote():
     sizer.assess(tree.grown(), tree.limits, tree.caps)
     bins = sizer.fetch(2)
     assert bins.tolist() == [policy.bin_of(float(x)) for x in phi] and set(bins.tolist()) == {0, 1}
-    assert sizer.num_waits == 1
+    assert sizer.copied.num_waits == 1
     sizing = sizer.sizing(bins, tree.limits)
     assert sizing.widths.tolist() == tree.caps[:2].tolist() == [policy.widths[i] for i in bins]
     assert sizing.depths.tolist() == [2 + policy.extensions[i] for i in bins]

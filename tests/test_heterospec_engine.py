@@ -97,7 +97,7 @@ def set_bins(worker: Any, thresholds: tuple[float, ...]) -> None:
 
 
 def num_waits(worker: Any) -> int:
-    return worker.model_runner.speculator.active.sizer.num_waits
+    return worker.model_runner.speculator.active.sizer.copied.num_waits
 
 
 def cut_nothing(worker: Any) -> None:

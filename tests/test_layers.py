@@ -57,6 +57,7 @@ ROOMS = [
     "router",
     "types",
     "twins",
+    "host_copy",
     "devices",
     "names",
     "",

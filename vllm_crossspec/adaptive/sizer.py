@@ -6,6 +6,7 @@ import torch
 
 from vllm_crossspec.adaptive import kernels, naive
 from vllm_crossspec.adaptive.heterospec import AdaptivePolicy
+from vllm_crossspec.host_copy import HostCopy
 from vllm_crossspec.tree.dynamic import Grown
 from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.types import Sizing
@@ -23,11 +24,11 @@ class TreeSizer:
     Attributes:
         phi: float32 [S] nats, of the batch's rows.
         bins: int32 [S] likewise.
-        num_waits: times that the host has waited for the bins (the sync named "bin copy").
+        copied: the bins on their way to the host.
     """
 
     def __init__(self, policy: AdaptivePolicy, depth: int, max_num_reqs: int, device: torch.device):
-        self.policy, self.depth, self.num_waits = policy, depth, 0
+        self.policy, self.depth = policy, depth
         self._assess = kernels.assess if runs_kernels() else naive.assess
         self._table = {
             "thresholds": torch.tensor(policy.thresholds, dtype=torch.float32, device=device),
@@ -37,11 +38,8 @@ class TreeSizer:
         self._extensions = np.array(policy.extensions, dtype=np.int64)
         self._widths = np.array(policy.widths, dtype=np.int32)
         self.phi = torch.zeros(max_num_reqs, dtype=torch.float32, device=device)
-        self.bins = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
-        self._on_device = device.type != "cpu"
-        if self._on_device:
-            self._host = torch.zeros(max_num_reqs, dtype=torch.int32, pin_memory=True)
-            self._event = torch.Event(device)
+        self.copied = HostCopy((max_num_reqs,), device)
+        self.bins = self.copied.tensor
 
     def assess(self, grown: Grown, limits: torch.Tensor, caps: torch.Tensor) -> None:
         """Phi and bin of every tree, and from these its depth and width; one launch that a CUDA graph can hold.
@@ -57,15 +55,8 @@ class TreeSizer:
 
     def fetch(self, num_reqs: int) -> npt.NDArray[np.int64]:
         """int64 [R] bins of the batch; waits for the device (the sync named "bin copy")."""
-        self.num_waits += 1
-        bins = self.bins
-        if self._on_device:
-            self._host[:num_reqs].copy_(self.bins[:num_reqs], non_blocking=True)
-            self._event.record()
-            self._event.synchronize()
-            bins = self._host
-        found: npt.NDArray[np.int64] = bins[:num_reqs].numpy().astype(np.int64)
-        return found
+        self.copied.start()
+        return self.copied.wait(num_reqs)
 
     def sizing(self, bins: npt.NDArray[np.int64], depths: torch.Tensor) -> Sizing:
         """What the trees of these bins (int64 [R]) are given; ``depths`` is what :meth:`assess` wrote."""

@@ -1,4 +1,4 @@
-"""What passes between a round of routing and vLLM: what the host must know, and batches of one row a request."""
+"""What passes between a round of routing and vLLM: batches of one row a request."""
 
 import dataclasses
 from typing import Any
@@ -80,38 +80,3 @@ def packed_rows(*rows: Array, device: torch.device) -> torch.Tensor:
     even = np.zeros((len(rows), num_columns + num_columns % 2), dtype=np.int64)
     even[:, :num_columns] = rows
     return async_tensor_h2d(even, device=device)[:, :num_columns]
-
-
-class RouteCopy:
-    """What a round's host code must know of the device: one copy of 8 bytes a request, and the one wait of a round.
-
-    Args:
-        num_slots: most requests of a batch.
-        device: that decides.
-    """
-
-    def __init__(self, num_slots: int, device: torch.device):
-        self._both = torch.zeros(2, num_slots, dtype=torch.int32, device=device)
-        self.routes, self.computed = self._both[0], self._both[1]
-        self.last_rows = torch.zeros(num_slots, dtype=torch.int64, device=device)
-        self.num_waits = 0
-        self._on_device = device.type != "cpu"
-        if self._on_device:
-            self._host = torch.zeros(2, num_slots, dtype=torch.int32, pin_memory=True)
-            self._event = torch.Event(device)
-
-    def start(self) -> None:
-        """Send it on its way."""
-        if self._on_device:
-            self._host.copy_(self._both, non_blocking=True)
-            self._event.record()
-
-    def wait(self, num_reqs: int) -> tuple[Array, Array]:
-        """int64 [R] routes and accepted tokens of the batch; waits for the device (the sync named "route copy")."""
-        self.num_waits += 1
-        both = self._both
-        if self._on_device:
-            self._event.synchronize()
-            both = self._host
-        routes, computed = both[:, :num_reqs].numpy().astype(np.int64)
-        return routes, computed

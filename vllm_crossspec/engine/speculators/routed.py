@@ -18,8 +18,9 @@ from vllm_crossspec.catchup.kernels import accepted_lengths, locate
 from vllm_crossspec.engine.graphs.context import ContextGraphs
 from vllm_crossspec.engine.proposers.base import empty_tree
 from vllm_crossspec.engine.speculators.base import Speculator
-from vllm_crossspec.engine.speculators.one_row import OneRowBatches, RouteCopy, packed_rows
+from vllm_crossspec.engine.speculators.one_row import OneRowBatches, packed_rows
 from vllm_crossspec.engine.speculators.routers import make_router
+from vllm_crossspec.host_copy import HostCopy
 from vllm_crossspec.metrics.routing import RoutingCounters
 from vllm_crossspec.metrics.stages import StageClock
 from vllm_crossspec.types import NO_DRAFTS, StepInputs
@@ -46,7 +47,7 @@ class RoutedSpeculator(Speculator):
     in the prefix cache. The drafter of a round starts from the last accepted token alone: one row a request.
 
     The round waits for the device once: the routes and the accepted lengths come to the host in one copy
-    (``one_row.RouteCopy``), while the device fuses and stores the step's features.
+    (``HostCopy``), while the device fuses and stores the step's features.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
@@ -67,7 +68,9 @@ class RoutedSpeculator(Speculator):
         self.routing = RoutingCounters(self.order, num_slots)
         self.clock = StageClock(("route", "store", "catch_up", "draft"), device)
         self.drafts = empty_tree(num_slots, self.num_speculative_steps, device)
-        self.copied = RouteCopy(num_slots, device)
+        self.copied = HostCopy((2, num_slots), device)
+        self.routes, self.accepted = self.copied.tensor
+        self.last_rows = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.one_row = OneRowBatches(num_slots, device)
         self.keeps_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
         self._shares_prefix = False
@@ -151,22 +154,22 @@ class RoutedSpeculator(Speculator):
             query_start_loc=input_batch.query_start_loc,
             num_rejected=step.num_rejected,
             num_computed=self.req_states.num_computed_tokens.gpu,
-            last_rows=self.copied.last_rows,
-            computed=self.copied.computed,
+            last_rows=self.last_rows,
+            computed=self.accepted,
         )
         self.router.decide(
             step.last_hidden_states,
-            self.copied.last_rows[:num_reqs],
+            self.last_rows[:num_reqs],
             input_batch.idx_mapping[:num_reqs],
             step.num_sampled,
-            self.copied.routes[:num_reqs],
+            self.routes[:num_reqs],
         )
         self.copied.start()
         self.clock.mark()
         self._store(step, slots)
         self.drafts.tokens[:num_reqs].zero_()
         self.clock.mark()
-        routes, computed = self.copied.wait(num_reqs)
+        routes, computed = self.copied.wait(num_reqs)  # the sync named "route copy"
         before, self.computed[slots] = self.computed[slots], computed
         if step.num_scheduled == 0:
             routes = np.full_like(routes, NO_DRAFTER)
