@@ -288,7 +288,9 @@ def probe_everything(worker: Any) -> None:
     worker.compared = {"rows": 0, "tokens": 0, "different": 0, "furthest": 0.0}
     for proposer in _retrieval_proposers(worker):
         flash, both = proposer.head.head, _Both(proposer.head, _dense_head(proposer), worker.compared)
-        _replace(worker, flash, "num_probes", lambda number, flash=flash: len(flash._centroids))
+        everything = len(flash._centroids)
+        _replace(worker, flash, "num_probes", lambda number, everything=everything: everything)
+        _replace(worker, flash, "_buffers", lambda made, flash=flash, n=everything: flash._make_buffers(n))
         _replace(worker, proposer, "head", lambda own, both=both: both)
 
 

@@ -5,9 +5,15 @@ tests. ``torch_ops`` are operations over the whole batch, for machines on which 
 number of programs is what costs, not their size.
 """
 
+import torch
 import triton
 
 
 def runs_kernels() -> bool:
     """Whether kernels run as machine code: on a GPU, or compiled for the processor."""
     return not triton.knobs.runtime.interpret
+
+
+def kernels_multiply(device: torch.device) -> bool:
+    """Whether kernels that are mostly matrix products run there: on a GPU. A processor's own library is faster."""
+    return runs_kernels() and device.type == "cuda"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from vllm_crossspec.heads.flashhead import kernels, torch_ops
 from vllm_crossspec.heads.flashhead.assets import Assets
-from vllm_crossspec.twins import runs_kernels
+from vllm_crossspec.twins import kernels_multiply
 
 MAX_TOP_K = 64
 NARROW = torch.float8_e4m3fn
@@ -55,7 +55,7 @@ class FlashHead:
             pieces.
         centroid_dtype: of the centroids; None: the embedding's. float8_e4m3fn has one scale a centroid; a device that
             does not know it keeps numbers so rounded in the embedding's format.
-        use_kernels: whether the kernels serve; None: where kernels run as machine code.
+        use_kernels: whether the kernels serve; None: on a GPU.
 
     Raises:
         ValueError: one sentence: the assets are another model's, or a number is out of its bounds.
@@ -75,7 +75,7 @@ class FlashHead:
         centroid_dtype: torch.dtype | None = None,
         use_kernels: bool | None = None,
     ):
-        num_clusters, size = assets.members.shape
+        num_clusters = len(assets.members)
         fitting = (assets.vocab_size, assets.centroids.shape[1])
         if tuple(weight.shape) != fitting:
             raise ValueError(
@@ -88,7 +88,7 @@ class FlashHead:
             raise ValueError(f"top_k {top_k}: the head gives at most {MAX_TOP_K} candidates")
         self.max_rows, self.top_k = max_rows, top_k
         device = weight.device
-        self._uses_kernels = runs_kernels() if use_kernels is None else use_kernels
+        self._uses_kernels = kernels_multiply(device) if use_kernels is None else use_kernels
         centroids = F.normalize(assets.centroids.to(device, torch.float32), dim=1)
         self._centroids, self._scales = _narrow(centroids, centroid_dtype or weight.dtype, weight.dtype)
         self._tokens = _tokens(weight, assets, grouped)
@@ -96,14 +96,20 @@ class FlashHead:
         self._best = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._top = torch.zeros(max_rows, width, dtype=torch.int64, device=device)
         self._log_probs = torch.zeros(max_rows, width, dtype=torch.float32, device=device)
-        self._buffers = kernels.make_buffers(
-            rows=max_rows if self._uses_kernels else 0,
+        self._keeps_all = is_coupled
+        self._buffers = self._make_buffers(self.num_probes)
+
+    def _make_buffers(self, num_probes: int) -> kernels.Buffers:
+        """What the kernels write, for so many clusters; nothing where they do not serve."""
+        num_clusters, size = self._tokens.members.shape
+        return kernels.make_buffers(
+            rows=self.max_rows if self._uses_kernels else 0,
             num_clusters=num_clusters,
-            num_probes=self.num_probes,
-            num_candidates=self.num_probes * size + len(assets.special_token_ids),
-            top_k=top_k,
-            keeps_all=is_coupled,
-            device=device,
+            num_probes=num_probes,
+            num_candidates=num_probes * size + len(self._tokens.special_tokens),
+            top_k=self.top_k,
+            keeps_all=self._keeps_all,
+            device=self._best.device,
         )
 
     def best_token(self, hidden: torch.Tensor, noise: Noise | None = None) -> torch.Tensor:
