@@ -1,4 +1,4 @@
-"""The few layers that both drafters are made of, in plain torch, named as in the public checkpoints.
+"""The few layers that drafters are made of, in plain torch, named as in the public checkpoints.
 
 Shapes: B rows, T tokens of a row, A anchors (drafts) of a row, S query tokens of a draft, J key tokens of a draft,
 h query heads, k key/value heads, D head size, H hidden size.
@@ -7,12 +7,15 @@ h query heads, k key/value heads, D head size, H hidden size.
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
+
+from vllm_crossspec.training.generations import Batch
+from vllm_crossspec.training.states import Teacher
 
 
 class RMSNorm(nn.Module):
@@ -40,25 +43,121 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class _EntryAttention(nn.Module):
-    def __init__(self, hidden: int, heads: int, kv_heads: int, dim: int):
+class Shape(NamedTuple):
+    """Sizes of a drafter's layers: H, inner size of the MLP, h, k, D, and the norms' epsilon."""
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    dim: int
+    eps: float
+
+
+class Attention(nn.Module):
+    """Projections of an attention over inputs of ``width``."""
+
+    def __init__(self, width: int, shape: Shape):
         super().__init__()
-        self.q_proj = nn.Linear(2 * hidden, heads * dim, bias=False)
-        self.k_proj = nn.Linear(2 * hidden, kv_heads * dim, bias=False)
-        self.v_proj = nn.Linear(2 * hidden, kv_heads * dim, bias=False)
-        self.o_proj = nn.Linear(heads * dim, hidden, bias=False)
+        self.q_proj = nn.Linear(width, shape.heads * shape.dim, bias=False)
+        self.k_proj = nn.Linear(width, shape.kv_heads * shape.dim, bias=False)
+        self.v_proj = nn.Linear(width, shape.kv_heads * shape.dim, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.dim, shape.hidden, bias=False)
 
 
 class EntryLayer(nn.Module):
     """The one layer of EAGLE-3 and DART, over entries that join a token's embedding with the target's features."""
 
-    def __init__(self, hidden: int, inner: int, heads: int, kv_heads: int, dim: int, eps: float):
+    def __init__(self, shape: Shape):
         super().__init__()
-        self.self_attn = _EntryAttention(hidden, heads, kv_heads, dim)
-        self.mlp = MLP(hidden, inner)
-        self.hidden_norm = RMSNorm(hidden, eps)
-        self.input_layernorm = RMSNorm(hidden, eps)
-        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.self_attn = Attention(2 * shape.hidden, shape)
+        self.mlp = MLP(shape.hidden, shape.inner)
+        self.hidden_norm = RMSNorm(shape.hidden, shape.eps)
+        self.input_layernorm = RMSNorm(shape.hidden, shape.eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
+
+
+def head_dim(target: Any) -> int:
+    """D of a model, by its configuration (transformers)."""
+    return getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
+
+
+class Drafter(nn.Module):
+    """A drafter with the target's width, heads, positions and norms. The embedding is the target's and stays outside.
+
+    Args:
+        inner: size of the MLPs.
+        target: configuration of the target (transformers).
+    """
+
+    def __init__(self, inner: int, target: Any):
+        super().__init__()
+        self.dim, self.theta = head_dim(target), target.rope_parameters["rope_theta"]
+        heads, kv_heads = target.num_attention_heads, target.num_key_value_heads
+        self.shape = Shape(target.hidden_size, inner, heads, kv_heads, self.dim, target.rms_norm_eps)
+
+    def layer_settings(self, target: Any, architecture: str, model_type: str, **own: Any) -> dict[str, Any]:
+        """Its ``config.json``: what all formats say of the layers, and ``own``."""
+        shared = {
+            "attention_bias": False,
+            "head_dim": self.dim,
+            "hidden_act": "silu",
+            "hidden_size": self.shape.hidden,
+            "intermediate_size": self.shape.inner,
+            "num_attention_heads": self.shape.heads,
+            "num_key_value_heads": self.shape.kv_heads,
+            "rms_norm_eps": self.shape.eps,
+            "rope_scaling": None,
+            "rope_theta": self.theta,
+            "tie_word_embeddings": False,
+        }
+        for name in ("bos_token_id", "eos_token_id", "max_position_embeddings", "pad_token_id", "vocab_size"):
+            shared[name] = getattr(target, name)
+        return {"architectures": [architecture], "model_type": model_type, **dict(sorted((shared | own).items()))}
+
+
+class EntryDrafter(Drafter):
+    """What EAGLE-3 and DART are made of, with the parameter names of their public formats.
+
+    Args:
+        kept: int64 [draft vocabulary], the target's ids of the drafter's tokens, rising.
+    """
+
+    def __init__(self, inner: int, target: Any, kept: torch.Tensor, seed: int):
+        super().__init__(inner, target)
+        hidden, eps = self.shape.hidden, self.shape.eps
+        self.fc = nn.Linear(3 * hidden, hidden, bias=False)
+        self.midlayer = EntryLayer(self.shape)
+        self.norm = RMSNorm(hidden, eps)
+        self.lm_head = nn.Linear(hidden, len(kept), bias=False)
+        self.register_buffer("kept", kept)
+        initialise(self, seed)
+
+    def _heads(self, projection: nn.Linear, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
+        x = projection(x).unflatten(-1, (-1, self.dim))
+        return x if positions is None else rotate(x, positions, self.theta)
+
+    def join(self, embedded: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """Entries [..., 2 H] of token embeddings and features, [..., H] each."""
+        return torch.cat([self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(features)], dim=-1)
+
+    @torch.no_grad()
+    def take_head(self, head: torch.Tensor) -> None:
+        """Begin with the target's own output layer [V, H]."""
+        self.lm_head.weight.copy_(head[self.kept])
+
+    def settings(self, target: Any, architecture: str) -> dict[str, Any]:
+        """The ``config.json`` of the public formats."""
+        own = {"draft_vocab_size": len(self.kept), "mlp_bias": False, "num_hidden_layers": 1, "torch_dtype": "bfloat16"}
+        return self.layer_settings(target, architecture, "llama", **own)
+
+    def tensors(self, vocab_size: int) -> dict[str, torch.Tensor]:
+        """Those of a checkpoint, with the maps ``d2t`` and ``t2d`` between the vocabularies."""
+        tensors = {name: x.cpu() for name, x in self.state_dict().items() if name != "kept"}
+        kept = self.kept.cpu()
+        tensors["d2t"] = kept - torch.arange(len(kept))
+        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, kept, True)
+        return tensors
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
@@ -121,6 +220,41 @@ def draft_attention(
         out = out + weights[..., tokens:] @ own_values
     out = out.view(rows, kv_heads, drafts, length, group, dim).permute(0, 2, 3, 1, 4, 5)
     return out.reshape(rows, drafts, length, heads * dim)
+
+
+def drafted_places(
+    teacher: Teacher, batch: Batch, first: torch.Tensor, steps: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where the teacher speaks of the tokens of blocks that are drafted at once.
+
+    Args:
+        first: int64 [B, A], the place whose next token is the block's first.
+        steps: int64 [K], 0 to K - 1.
+
+    Returns:
+        (int64 [B, A, K] numbers of the teacher's places; bool, whether the token lies in the response).
+    """
+    source = first[..., None] + steps
+    rows = torch.arange(len(first), device=first.device)[:, None, None]
+    places = teacher.index[rows, source.clamp(max=batch.tokens.shape[1] - 1)]
+    return places, source + 1 < batch.ends[:, None, None]
+
+
+def block_loss(
+    losses: torch.Tensor, hits: torch.Tensor, valid: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """The mean of the losses, and how often first and last drafts are right.
+
+    Args:
+        losses: [N] of the drafts that count.
+        hits: bool [N], which of them are right.
+        valid: bool [B, A, K], which drafts count.
+        weights: [K] of a block's drafts.
+    """
+    weight = weights.expand(valid.shape)[valid]
+    loss = (losses * weight).sum() / weight.sum().clamp(min=1e-6)
+    ends = {f"hit_{i + 1}": hits[valid.nonzero()[:, 2] == i] for i in (0, len(weights) - 1)}
+    return loss, {name: right.float().mean().item() for name, right in ends.items() if len(right)}
 
 
 def initialise(model: nn.Module, seed: int, scale: float = 0.02) -> None:

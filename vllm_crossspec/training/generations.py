@@ -81,6 +81,19 @@ def read_generations(folder: Path, split: str, vocab_size: int) -> list[Generati
     return rows
 
 
+def draft_vocabulary(rows: Sequence[Generation], size: int, vocab_size: int) -> torch.Tensor:
+    """The ``size`` most frequent response tokens, int64, rising.
+
+    Raises:
+        ValueError: there are not so many tokens.
+    """
+    if not 0 < size <= vocab_size:
+        raise ValueError(f"--draft-vocab {size} must lie within 1..{vocab_size}")
+    counts = torch.bincount(torch.tensor([t for r in rows for t in r.response_ids]), minlength=vocab_size)
+    # Ties go to the lower id, so that the same responses always give the same vocabulary.
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
+
+
 def claim(out: Path, record: str, settings: dict[str, Any], may_change: Collection[str] = ()) -> None:
     """Mark ``out`` as the work of a run with ``settings`` (the file ``record``), or see that it already is.
 
