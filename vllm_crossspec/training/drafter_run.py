@@ -81,21 +81,24 @@ def train_drafter(run: Run, trainee: Trainee, target: FrozenTarget, rows: list[G
 
     def evaluate(most: int | None = config.eval_rows) -> dict[str, float]:
         trainee.write(out / "model")
-        return offline_acceptance(trainee, target, held_out[:most])
+        return offline_acceptance(trainee.model, target, held_out[:most], trainee.draft, trainee.num_drafts)
 
     recipe = asdict(config) | asdict(loop) | {"data": str(data.resolve()), "target": str(target_folder.resolve())}
     claim(out, "recipe.json", recipe, may_change=MAY_CHANGE)
-    stream = (batch.to(target.device) for batch in generation_batches(rows, config.rows_per_step, loop.seed))
-    Trainer(trainee.model, stream, lambda _, b, g: trainee.loss(b, g), out, loop, evaluate).run(trainee.title)
+    stream = generation_batches(rows, config.rows_per_step, loop.seed)
+    loss = lambda _, batch, generator: trainee.loss(batch.to(target.device), generator)  # noqa: E731
+    Trainer(trainee.model, stream, loss, out, loop, evaluate).run(trainee.title)
     return report(trainee.title, evaluate(None), out / "acceptance.json")
 
 
-def offline_acceptance(trainee: Trainee, target: FrozenTarget, rows: list[Generation]) -> dict[str, float]:
-    """Held-out acceptance of what the drafter drafts, as chains; see :func:`acceptance.measure`."""
-    trainee.model.eval()
+def offline_acceptance(
+    model: torch.nn.Module, target: FrozenTarget, rows: list[Generation], draft: DraftFn, num_drafts: int
+) -> dict[str, float]:
+    """Held-out acceptance of what ``draft`` lets the drafter say, as chains; see :func:`acceptance.measure`."""
+    model.eval()
 
-    def draft(batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
+    def on_device(batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
         with target.autocast():
-            return trainee.draft(batch.to(target.device), anchors.to(target.device)).cpu()
+            return draft(batch.to(target.device), anchors.to(target.device)).cpu()
 
-    return measure(rows, draft, trainee.num_drafts)
+    return measure(rows, on_device, num_drafts)
