@@ -4,8 +4,10 @@ Shapes: B rows, T tokens of a row, A anchors (drafts) of a row, S query tokens o
 h query heads, k key/value heads, D head size, H hidden size.
 """
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,9 +15,6 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
-
-from vllm_crossspec.training.generations import Batch
-from vllm_crossspec.training.states import Teacher
 
 
 class RMSNorm(nn.Module):
@@ -222,41 +221,6 @@ def draft_attention(
     return out.reshape(rows, drafts, length, heads * dim)
 
 
-def drafted_places(
-    teacher: Teacher, batch: Batch, first: torch.Tensor, steps: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the teacher speaks of the tokens of blocks that are drafted at once.
-
-    Args:
-        first: int64 [B, A], the place whose next token is the block's first.
-        steps: int64 [K], 0 to K - 1.
-
-    Returns:
-        (int64 [B, A, K] numbers of the teacher's places; bool, whether the token lies in the response).
-    """
-    source = first[..., None] + steps
-    rows = torch.arange(len(first), device=first.device)[:, None, None]
-    places = teacher.index[rows, source.clamp(max=batch.tokens.shape[1] - 1)]
-    return places, source + 1 < batch.ends[:, None, None]
-
-
-def block_loss(
-    losses: torch.Tensor, hits: torch.Tensor, valid: torch.Tensor, weights: torch.Tensor
-) -> tuple[torch.Tensor, dict[str, float]]:
-    """The mean of the losses, and how often first and last drafts are right.
-
-    Args:
-        losses: [N] of the drafts that count.
-        hits: bool [N], which of them are right.
-        valid: bool [B, A, K], which drafts count.
-        weights: [K] of a block's drafts.
-    """
-    weight = weights.expand(valid.shape)[valid]
-    loss = (losses * weight).sum() / weight.sum().clamp(min=1e-6)
-    ends = {f"hit_{i + 1}": hits[valid.nonzero()[:, 2] == i] for i in (0, len(weights) - 1)}
-    return loss, {name: right.float().mean().item() for name, right in ends.items() if len(right)}
-
-
 def initialise(model: nn.Module, seed: int, scale: float = 0.02) -> None:
     """Normal weights for every linear layer; projections into the residual stream start at a tenth of that."""
     generator = torch.Generator().manual_seed(seed)
@@ -267,16 +231,23 @@ def initialise(model: nn.Module, seed: int, scale: float = 0.02) -> None:
                 parameter.normal_(0.0, scale * (0.1 if small else 1.0), generator=generator)
 
 
-def write_drafter(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Write ``config.json`` and ``model.safetensors`` (bfloat16), replacing ``folder`` in one rename."""
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A fresh folder to write into, which then replaces ``folder`` in one rename."""
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
+    yield fresh
+    shutil.rmtree(folder, ignore_errors=True)
+    fresh.rename(folder)
+
+
+def write_drafter(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Write ``config.json`` and ``model.safetensors`` (bfloat16) in place of ``folder``."""
     half = {
         name: (x.detach().to(torch.bfloat16) if x.is_floating_point() else x.detach()).contiguous().clone()
         for name, x in tensors.items()
     }
-    save_file(half, fresh / "model.safetensors", metadata={"format": "pt"})
-    (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
-    fresh.rename(folder)
+    with replacing(folder) as fresh:
+        save_file(half, fresh / "model.safetensors", metadata={"format": "pt"})
+        (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n")

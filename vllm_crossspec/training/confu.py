@@ -30,7 +30,7 @@ from vllm_crossspec.training import eagle3
 from vllm_crossspec.training.blocks import rotate, write_drafter
 from vllm_crossspec.training.drafter_run import Run, Trainee, train_drafter
 from vllm_crossspec.training.eagle3 import Eagle3Config, Eagle3Drafter, unrolled_loss
-from vllm_crossspec.training.generations import Batch, read_generations, sample_anchors
+from vllm_crossspec.training.generations import Batch, at, read_generations, sample_anchors
 from vllm_crossspec.training.loop import LoopConfig
 from vllm_crossspec.training.start import load_start, read_start
 from vllm_crossspec.training.states import FrozenTarget, States, load_target, target_settings
@@ -190,8 +190,7 @@ class ConfuDrafter(Eagle3Drafter):
 
     def future_entries(self, states: States, futures: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """The entries [B, A, 2 H] that drafts at ``anchors`` keep last, for their futures [B, A, H]."""
-        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
-        return self.join(self.future_embed(self.fc(states.taps[rows, anchors])), futures)
+        return self.join(self.future_embed(self.fc(at(states.taps, anchors))), futures)
 
 
 def contemplation_mask(anchors: torch.Tensor, num_prompts: int, num_tokens: int, *, as_blocks: bool) -> Any:
@@ -260,9 +259,8 @@ def future_loss(
         The loss, and how often the likeliest token is the target's.
     """
     places, real = anchors
-    rows = torch.arange(len(places), device=places.device)[:, None]
     known = real & (places + 2 < batch.ends[:, None])
-    after = states.last[rows, (places + 1).clamp(max=batch.tokens.shape[1] - 1)][known]
+    after = at(states.last, places + 1)[known]
     wanted = F.linear(after, target.head).float().softmax(-1)
     logits = F.linear(futures[known], target.head).float()
     if not len(logits):
@@ -282,10 +280,9 @@ def confu_loss(
     anchors, real = sample_anchors(batch, -1, config.anchors_per_row, generator)
     lag = torch.randint(1, config.max_lag + 2, anchors.shape, generator=generator).to(anchors.device)
     has_future = (torch.rand(anchors.shape, generator=generator) >= config.no_future).to(anchors.device)
-    rows = torch.arange(len(anchors), device=anchors.device)[:, None]
     teacher = target.teach(states, batch, config.teacher_temperature, model.kept)
     with target.autocast():
-        futures = model.futures(target, cache, states.taps[rows, (anchors - lag).clamp(min=0)], anchors)
+        futures = model.futures(target, cache, at(states.taps, anchors - lag), anchors)
         own_loss, own_hits = future_loss(futures, target, states, batch, (anchors, real))
         futures = torch.where(has_future[..., None], futures, model.no_future_embed.to(futures.dtype))
         places, real = replicate(anchors, real, batch, config.replicas)
@@ -348,8 +345,8 @@ def drafts(
     Every contemplate token is gated by the state half a chain before it.
     """
     states, cache = target.states_and_cache(batch.tokens)
-    rows, entries = torch.arange(len(anchors), device=anchors.device)[:, None], anchors - 1
-    gates = states.taps[rows, (entries - (1 + config.max_lag) // 2).clamp(min=0)]
+    entries = anchors - 1
+    gates = at(states.taps, entries - (1 + config.max_lag) // 2)
     futures = model.futures(target, cache, gates, entries)
     last, skip = model.future_entries(states, futures, entries), model.future_skip(futures)
     steps = model.unroll(

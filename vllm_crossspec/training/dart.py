@@ -22,10 +22,11 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from vllm_crossspec.devices import choose_device
 from vllm_crossspec.drafters.dart.checkpoint import ARCHITECTURE
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
-from vllm_crossspec.training.blocks import EntryDrafter, block_loss, draft_attention, drafted_places, write_drafter
+from vllm_crossspec.training.blocks import EntryDrafter, draft_attention, write_drafter
 from vllm_crossspec.training.drafter_run import Recipe, Run, Trainee, train_drafter
-from vllm_crossspec.training.generations import Batch, draft_vocabulary, read_generations, sample_anchors
+from vllm_crossspec.training.generations import Batch, at, draft_vocabulary, read_generations, sample_anchors
 from vllm_crossspec.training.loop import LoopConfig
+from vllm_crossspec.training.losses import block_loss, drafted_places
 from vllm_crossspec.training.states import FrozenTarget, States, load_target
 
 Attention = Literal["dense", "flex"]
@@ -84,17 +85,13 @@ class DartDrafter(EntryDrafter):
         layer, projections = self.midlayer, self.midlayer.self_attn
         features = self.fc(states.taps[:, :-1])
         entries = self.join(F.embedding(tokens[:, 1:], embedding), features)
-        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
         num_masks = self.num_drafts - 1 if self.is_shifted else self.num_drafts
         masks = layer.mask_rep.expand(*anchors.shape, num_masks, -1)
-        residual = masks[..., : features.shape[-1]]
-        block = masks
-        steps = torch.arange(num_masks, device=tokens.device)
-        mask_places = anchors[..., None] + 1 + steps
-        places = mask_places
+        block, residual = masks, masks[..., : features.shape[-1]]
+        mask_places = places = anchors[..., None] + 1 + torch.arange(num_masks, device=tokens.device)
         if self.is_shifted:
-            block = torch.cat([entries[rows, anchors][:, :, None], masks.to(entries.dtype)], dim=2)
-            residual = torch.cat([features[rows, anchors][:, :, None], residual.to(features.dtype)], dim=2)
+            block = torch.cat([at(entries, anchors)[:, :, None], masks.to(entries.dtype)], dim=2)
+            residual = torch.cat([at(features, anchors)[:, :, None], residual.to(features.dtype)], dim=2)
             places = torch.cat([anchors[..., None], mask_places], dim=-1)
 
         heads = self._heads

@@ -19,23 +19,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from vllm_crossspec.devices import choose_device
-from vllm_crossspec.training.blocks import (
-    MLP,
-    Attention,
-    Drafter,
-    RMSNorm,
-    Shape,
-    block_loss,
-    draft_attention,
-    drafted_places,
-    initialise,
-    rotate,
-    write_drafter,
-)
+from vllm_crossspec.training import blocks
+from vllm_crossspec.training.blocks import Attention, Drafter, RMSNorm, Shape, draft_attention, rotate, write_drafter
 from vllm_crossspec.training.data import MASK
 from vllm_crossspec.training.drafter_run import Recipe, Run, Trainee, train_drafter
 from vllm_crossspec.training.generations import Batch, read_generations, sample_anchors
 from vllm_crossspec.training.loop import LoopConfig
+from vllm_crossspec.training.losses import block_loss, drafted_places
 from vllm_crossspec.training.states import FrozenTarget, States, load_target
 
 
@@ -76,7 +66,7 @@ class _Layer(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
         self.self_attn = _Attention(shape)
-        self.mlp = MLP(shape.hidden, shape.inner)
+        self.mlp = blocks.MLP(shape.hidden, shape.inner)
         self.input_layernorm = RMSNorm(shape.hidden, shape.eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
 
@@ -105,7 +95,7 @@ class DFlashDrafter(Drafter):
         self.hidden_norm = RMSNorm(hidden, eps)
         self.layers = nn.ModuleList(_Layer(self.shape) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden, eps)
-        initialise(self, seed)
+        blocks.initialise(self, seed)
 
     def forward(self, states: States, block: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """Draft a block at every anchor.

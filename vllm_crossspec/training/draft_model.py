@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from vllm_crossspec.devices import choose_device
 from vllm_crossspec.training.blocks import head_dim
 from vllm_crossspec.training.drafter_run import Recipe, Run, Trainee, train_drafter
-from vllm_crossspec.training.generations import Batch, read_generations
+from vllm_crossspec.training.generations import Batch, at, read_generations
 from vllm_crossspec.training.loop import LoopConfig
 from vllm_crossspec.training.states import FrozenTarget, load_target
 from vllm_crossspec.training.target import export
@@ -93,10 +93,8 @@ def distillation_loss(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Cross-entropy with the target's distribution at every response token, in nats a token."""
     teacher = target.teach(target.states(batch.tokens), batch, config.teacher_temperature)
-    columns = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    wanted = (columns >= batch.starts[:, None] - 1) & (columns < batch.ends[:, None] - 1)
     with target.autocast():
-        states = model.model(input_ids=batch.tokens, use_cache=False).last_hidden_state[wanted]
+        states = model.model(input_ids=batch.tokens, use_cache=False).last_hidden_state[batch.is_asked]
         logits = model.lm_head(states).float()
     hit = (logits.detach().argmax(-1) == teacher.top).float().mean().item()
     return F.cross_entropy(logits, teacher.probs), {"hit": hit}
@@ -109,9 +107,7 @@ def drafts(model: Qwen3ForCausalLM, batch: Batch, anchors: torch.Tensor, num_dra
     but the response: one pass over it gives every draft that can count.
     """
     following = model(input_ids=batch.tokens, use_cache=False).logits.argmax(-1)
-    steps = torch.arange(num_drafts, device=anchors.device)
-    columns = (anchors[..., None] + steps).clamp(max=batch.tokens.shape[1] - 1)
-    return following.gather(1, columns.flatten(1)).view(columns.shape)
+    return at(following, anchors[..., None] + torch.arange(num_drafts, device=anchors.device))
 
 
 def train_draft_model(

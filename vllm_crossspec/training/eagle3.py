@@ -22,7 +22,7 @@ from vllm_crossspec.devices import choose_device
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.training.blocks import EntryDrafter, draft_attention, rotate, write_drafter
 from vllm_crossspec.training.drafter_run import Recipe, Run, Trainee, train_drafter
-from vllm_crossspec.training.generations import Batch, draft_vocabulary, read_generations, sample_anchors
+from vllm_crossspec.training.generations import Batch, at, draft_vocabulary, read_generations, sample_anchors
 from vllm_crossspec.training.loop import LoopConfig
 from vllm_crossspec.training.start import load_start, read_start
 from vllm_crossspec.training.states import FrozenTarget, States, Teacher, load_target, target_settings
@@ -78,14 +78,11 @@ class Eagle3Drafter(EntryDrafter):
         joined = self.join(F.embedding(tokens[:, 1:], embedding), features)
         places = torch.arange(joined.shape[1], device=tokens.device)
         context = (self._heads(attention.k_proj, joined, places), self._heads(attention.v_proj, joined, None))
-        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-        current, x = features[rows, anchors], joined[rows, anchors]
-        own_keys: list[torch.Tensor] = []
-        own_values: list[torch.Tensor] = []
-        last_key = last_value = None
+        current, x = at(features, anchors), at(joined, anchors)
+        own_keys, own_values, last = [], [], None
         if last_entry is not None:
-            last_key, last_value = attention.k_proj(last_entry), self._heads(attention.v_proj, last_entry, None)
-        following = tokens[rows, anchors + 1]
+            last = [self._heads(p, last_entry, None) for p in (attention.k_proj, attention.v_proj)]
+        following = at(tokens, anchors + 1)
         for step in range(num_steps):
             if skip is not None:
                 current = current + skip
@@ -96,19 +93,16 @@ class Eagle3Drafter(EntryDrafter):
                 own_values.append(self._heads(attention.v_proj, x, None))
             query = self._heads(attention.q_proj, x, anchors + step)[:, :, None]
             keys, values = list(own_keys), list(own_values)
-            if last_key is not None:
-                keys.append(rotate(last_key.unflatten(-1, (-1, self.dim)), anchors + step + 1, self.theta))
-                values.append(last_value)
+            if last is not None:
+                keys.append(rotate(last[0], anchors + step + 1, self.theta))
+                values.append(last[1])
             own = (torch.stack(keys, 2), torch.stack(values, 2)) if keys else None
             seen = draft_attention(query, context, anchors + 1, own)[:, :, 0]
             current = current + attention.o_proj(seen)
             current = current + layer.mlp(layer.post_attention_layernorm(current))
             logits = self.lm_head(self.norm(current))
             yield logits
-            if own_tokens:
-                following = self.kept[logits.argmax(-1)]
-            else:
-                following = tokens[rows, (anchors + 2 + step).clamp(max=tokens.shape[1] - 1)]
+            following = self.kept[logits.argmax(-1)] if own_tokens else at(tokens, anchors + 2 + step)
 
 
 def eagle3_loss(
@@ -148,11 +142,9 @@ def unrolled_loss(
     """
     anchors, real = drafts
     known = torch.isin(teacher.top, kept)
-    rows = torch.arange(len(anchors), device=anchors.device)[:, None]
     total, weight, hits = torch.zeros((), device=anchors.device), 0.0, []
     for step, logits in enumerate(steps):
-        source = (anchors + 1 + step).clamp(max=batch.tokens.shape[1] - 1)
-        places = teacher.index[rows, source]
+        places = at(teacher.index, anchors + 1 + step)
         valid = real & (anchors + 2 + step < batch.ends[:, None]) & known[places]
         places, logits = places[valid], logits[valid].float()
         loss = F.cross_entropy(logits, teacher.probs[places], reduction="sum")

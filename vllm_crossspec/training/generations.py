@@ -43,6 +43,18 @@ class Batch(NamedTuple):
         """The same batch on ``device``."""
         return Batch(*(x.to(device) for x in self))
 
+    @property
+    def is_asked(self) -> torch.Tensor:
+        """bool [B, T]: the places whose next token is one of the response."""
+        columns = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return (columns >= self.starts[:, None] - 1) & (columns < self.ends[:, None] - 1)
+
+
+def at(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """x [B, T, ...] at some places of each row, int64 [B, ...]; a place outside of the row is its nearest one."""
+    rows = torch.arange(len(x), device=x.device).view(-1, *[1] * (places.ndim - 1))
+    return x[rows, places.clamp(0, x.shape[1] - 1)]
+
 
 def write_shard(path: Path, rows: Iterable[Generation]) -> None:
     """Write one shard atomically: a file with the final name is always whole."""

@@ -13,16 +13,13 @@ from vllm_crossspec.heads.flashhead.build import Progress
 from vllm_crossspec.heads.flashhead.embedding import open_rows, read_target_ids, tensor_files
 from vllm_crossspec.heads.flashhead.states import render
 from vllm_crossspec.training.eagle3 import Eagle3Config, Eagle3Drafter
+from vllm_crossspec.training.start import NAMES
 from vllm_crossspec.training.states import FrozenTarget, load_target
 from vllm_crossspec.types import TargetFacts
 
 DRAFT_STEPS = 7
 """Tokens of a draft."""
 _UNUSED = {"d2t", "t2d"}
-_LAYER = ("input_layernorm", "hidden_norm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj",
-          "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
-_TENSORS = {"fc.weight", "norm.weight", "lm_head.weight", *(f"midlayer.{name}.weight" for name in _LAYER)}
-"""Of an EAGLE-3 drafter in SafeAILab's format."""
 
 
 def check_drafter_format(folder: Path) -> None:
@@ -31,7 +28,7 @@ def check_drafter_format(folder: Path) -> None:
     Raises:
         ValueError: one sentence: the folder holds no EAGLE-3 drafter in SafeAILab's format.
     """
-    odd = sorted((set(tensor_files(folder, "MODEL")) - _UNUSED) ^ _TENSORS)
+    odd = sorted((set(tensor_files(folder, "MODEL")) - _UNUSED) ^ NAMES)
     if odd:
         raise ValueError(
             f"MODEL {folder} is no EAGLE-3 drafter in SafeAILab's format ({odd[0]}), so that its states cannot be had "

@@ -12,14 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +110,7 @@ class Trainer:
     def run(self, title: str, stop_at: int | None = None) -> None:
         """Train to the end, or to step ``stop_at``; the state on disk is then resumable."""
         last = self.config.steps if stop_at is None else min(stop_at, self.config.steps)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, TimeRemainingColumn(), refresh_per_second=0.5) as progress:
+        with progress_bar() as progress:
             task = progress.add_task(title, total=self.config.steps, completed=self.step)
             while self.step < last:
                 figures = self._train_step()
@@ -179,13 +171,31 @@ class Trainer:
             next(self.data)
 
 
-def draw_loss(log: list[dict[str, float]], path: Path) -> None:
-    """Draw the training loss (smoothed) and every evaluated figure over the steps."""
-    import matplotlib
+def progress_bar() -> Progress:
+    """A bar with what is done, of how many, and times."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TimeRemainingColumn(), refresh_per_second=0.5)
 
+
+def pyplot() -> Any:
+    """Matplotlib's, that draws into files.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ValueError('pictures need matplotlib: run `pip install "vllm-crossspec[train]"`') from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def draw_loss(log: list[dict[str, float]], path: Path) -> None:
+    """Draw the training loss (smoothed) and every evaluated figure over the steps."""
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     steps = [line["step"] for line in log]
     smooth, value = [], log[0]["loss"]

@@ -1,7 +1,6 @@
 """Pictures of records: thresholds against what they are worth, and one text drafter by drafter."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -9,24 +8,14 @@ from vllm_crossspec.adaptive.calibration import Calibration as BinCalibration
 from vllm_crossspec.adaptive.cart import fully_accepted
 from vllm_crossspec.adaptive.rounds import Rounds
 from vllm_crossspec.training.calibration import OVERALL, Calibration
+from vllm_crossspec.training.loop import pyplot
 
 COLOURS = ("tab:orange", "tab:blue", "tab:green", "tab:red", "tab:purple", "tab:brown")
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ValueError('pictures need matplotlib: run `pip install "vllm-crossspec[train]"`') from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
 def draw_calibration(found: Calibration, drafters: tuple[str, ...], policy: str, value_name: str, path: Path) -> None:
     """Worth along each threshold, by category; the overall best is marked."""
-    plt = _pyplot()
+    plt = pyplot()
     unit = "nats" if policy == "entropy" else "tokens"
     figure, panels = plt.subplots(1, len(found.grid), figsize=(7 * len(found.grid), 4.5), layout="constrained")
     for i, axes in enumerate([panels] if len(found.grid) == 1 else panels):
@@ -58,7 +47,7 @@ def draw_bins(rounds: Rounds, bins: BinCalibration, path: Path) -> None:
         bins: what was fitted.
         path: of the .png or .svg file.
     """
-    plt = _pyplot()
+    plt = pyplot()
     full = fully_accepted(rounds, bins.tree.depth)
     figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
     above.scatter(rounds.phi[full], rounds.rank[full], s=5, alpha=0.4, color="tab:blue")
@@ -89,7 +78,7 @@ def draw_trace(
         title: of the picture.
         path: of the .png or .svg file.
     """
-    plt = _pyplot()
+    plt = pyplot()
     figure, axes = plt.subplots(figsize=(max(7.0, 0.12 * len(lengths)), 4), layout="constrained")
     for index, name in enumerate(drafters):
         colour = COLOURS[index % len(COLOURS)]

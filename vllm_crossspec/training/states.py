@@ -125,8 +125,7 @@ class FrozenTarget:
             temperature: of the distributions.
             kept: int64 ids of the tokens that they are restricted to; None: the whole vocabulary.
         """
-        columns = torch.arange(batch.tokens.shape[1], device=self.device)
-        wanted = (columns >= batch.starts[:, None] - 1) & (columns < batch.ends[:, None] - 1)
+        wanted = batch.is_asked
         with self.autocast():
             logits = F.linear(states.last[wanted], self.head)
         index = wanted.flatten().cumsum(0).view(wanted.shape) - 1
