@@ -11,9 +11,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load, save_file
 
 FORMAT_VERSION = 1
+
+Steps = Sequence[tuple[Sequence[str], bytes]]
+"""What the engine hands out: request ids, which begin with a text's number and a hyphen, and tensors."""
 
 Facts = TypeVar("Facts")
 
@@ -24,6 +27,13 @@ class Shard(NamedTuple):
     path: Path
     texts: list[list[Any]]
     tensors: dict[str, torch.Tensor]
+
+
+def joined_steps(steps: Steps) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """int64 [M] text numbers and the tensors of all steps' rows; none without a step."""
+    numbers = torch.tensor([int(name.split("-")[0]) for ids, _ in steps for name in ids], dtype=torch.int64)
+    loaded = [load(content) for _, content in steps]
+    return numbers, {name: torch.cat([part[name] for part in loaded]) for name in (loaded[0] if loaded else ())}
 
 
 def shard_path(folder: Path, number: int) -> Path:

@@ -10,19 +10,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load
 
 from vllm_crossspec.adaptive.calibration import TreeShape
 from vllm_crossspec.drafters.identity import Identity
-from vllm_crossspec.shards import read_shards
+from vllm_crossspec.shards import Steps, joined_steps, read_shards
 from vllm_crossspec.shards import shard_path as shard_path
 from vllm_crossspec.shards import write_shard as write_file
 
 INDEX_FILE = "rounds.json"
 NAMES = ("phi", "path", "depth", "size", "text")
-
-Steps = Sequence[tuple[Sequence[str], bytes]]
-"""What the engine hands out: request ids, and tensors (see ``engine.features.rounds``)."""
 
 
 class RoundsFacts(NamedTuple):
@@ -83,18 +79,16 @@ def assemble(steps: Steps, texts: Mapping[int, TextFacts], depth: int) -> dict[s
     A round that reaches past the end of its text is left out: nobody asked for what it accepted there.
 
     Args:
-        steps: of the shard's requests in the order of time; their ids begin with the text's number and a hyphen.
+        steps: of the shard's requests in the order of time (see ``engine.features.rounds``).
         texts: by number.
         depth: D.
 
     Raises:
         ValueError: there is not one round.
     """
-    loaded = [load(content) for _, content in steps]
-    if not loaded:
+    numbers, data = joined_steps(steps)
+    if not data:
         raise ValueError("these prompts were answered without a single draft: give shorter ones, or longer answers")
-    numbers = torch.tensor([int(name.split("-")[0]) for ids, _ in steps for name in ids], dtype=torch.int64)
-    data = {name: torch.cat([part[name] for part in loaded]) for name in loaded[0]}
     order = numbers.argsort(stable=True)
     numbers = numbers[order]
     length = torch.zeros(max(texts) + 1, dtype=torch.int64)

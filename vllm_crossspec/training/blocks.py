@@ -7,7 +7,7 @@ h query heads, k key/value heads, D head size, H hidden size.
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -54,14 +54,30 @@ class Shape(NamedTuple):
 
 
 class Attention(nn.Module):
-    """Projections of an attention over inputs of ``width``."""
+    """Projections of an attention over inputs of ``width``; in Qwen3's layers every head is normed, too."""
 
-    def __init__(self, width: int, shape: Shape):
+    def __init__(self, width: int, shape: Shape, has_norms: bool = False):
         super().__init__()
         self.q_proj = nn.Linear(width, shape.heads * shape.dim, bias=False)
         self.k_proj = nn.Linear(width, shape.kv_heads * shape.dim, bias=False)
         self.v_proj = nn.Linear(width, shape.kv_heads * shape.dim, bias=False)
         self.o_proj = nn.Linear(shape.heads * shape.dim, shape.hidden, bias=False)
+        self.q_norm, self.k_norm = (RMSNorm(shape.dim, shape.eps) if has_norms else nn.Identity() for _ in range(2))
+        self.dim = shape.dim
+
+    def queries(self, x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+        """[..., h, D] of x [..., width]."""
+        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))), positions, theta)
+
+    def bare_keys_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[..., k, D] each, of x [..., width]; the keys are not rotated yet."""
+        keys, values = (projection(x).unflatten(-1, (-1, self.dim)) for projection in (self.k_proj, self.v_proj))
+        return self.k_norm(keys), values
+
+    def keys_values(self, x: torch.Tensor, positions: torch.Tensor, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """[..., k, D] each, of x [..., width]."""
+        keys, values = self.bare_keys_values(x)
+        return rotate(keys, positions, theta), values
 
 
 class EntryLayer(nn.Module):
@@ -132,10 +148,6 @@ class EntryDrafter(Drafter):
         self.register_buffer("kept", kept)
         initialise(self, seed)
 
-    def _heads(self, projection: nn.Linear, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        x = projection(x).unflatten(-1, (-1, self.dim))
-        return x if positions is None else rotate(x, positions, self.theta)
-
     def join(self, embedded: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
         """Entries [..., 2 H] of token embeddings and features, [..., H] each."""
         return torch.cat([self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(features)], dim=-1)
@@ -173,7 +185,7 @@ def draft_attention(
     query: torch.Tensor,
     context: tuple[torch.Tensor, torch.Tensor],
     limits: torch.Tensor,
-    own: tuple[torch.Tensor, torch.Tensor] | None,
+    own: Sequence[torch.Tensor] | None,
     *,
     is_causal: bool = False,
 ) -> torch.Tensor:

@@ -148,7 +148,7 @@ class ConfuDrafter(Eagle3Drafter):
         """
         features = self.fc(target.states(tokens[None]).taps[:, :-1])
         entries = self.join(F.embedding(tokens[None, 1:], target.embedding), features)
-        query = self._heads(self.midlayer.self_attn.q_proj, entries, None)[0].mean(0)
+        query = self.midlayer.self_attn.q_proj(entries).unflatten(-1, (-1, self.dim))[0].mean(0)
         query = query.unflatten(0, (self.shape.kv_heads, -1)).mean(1)
         query = rotate(query[None], torch.tensor([-1], device=query.device), self.theta)[0]
         hidden = features.shape[-1]

@@ -94,13 +94,13 @@ class DartDrafter(EntryDrafter):
             residual = torch.cat([at(features, anchors)[:, :, None], residual.to(features.dtype)], dim=2)
             places = torch.cat([anchors[..., None], mask_places], dim=-1)
 
-        heads = self._heads
         entry_places = torch.arange(entries.shape[1], device=tokens.device)
-        context = (heads(projections.k_proj, entries, entry_places), heads(projections.v_proj, entries, None))
-        own = (heads(projections.k_proj, masks, mask_places), heads(projections.v_proj, masks, None))
+        context = projections.keys_values(entries, entry_places, self.theta)
+        own = projections.keys_values(masks, mask_places, self.theta)
         attention = attention or ("flex" if tokens.is_cuda else "dense")
         attend = flex_draft_attention if attention == "flex" else draft_attention
-        seen = attend(heads(projections.q_proj, block, places), context, anchors + 1, own, is_causal=True)
+        queries = projections.queries(block, places, self.theta)
+        seen = attend(queries, context, anchors + 1, own, is_causal=True)
         x = residual + projections.o_proj(seen)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.lm_head(self.norm(self.norm(x)))

@@ -20,7 +20,7 @@ from torch import nn
 
 from vllm_crossspec.devices import choose_device
 from vllm_crossspec.training import blocks
-from vllm_crossspec.training.blocks import Attention, Drafter, RMSNorm, Shape, draft_attention, rotate, write_drafter
+from vllm_crossspec.training.blocks import Attention, Drafter, RMSNorm, Shape, draft_attention, write_drafter
 from vllm_crossspec.training.data import MASK
 from vllm_crossspec.training.drafter_run import Recipe, Run, Trainee, train_drafter
 from vllm_crossspec.training.generations import Batch, read_generations, sample_anchors
@@ -48,24 +48,10 @@ class DFlashConfig(Recipe):
     anchors_per_row: int = 24
 
 
-class _Attention(Attention):
-    def __init__(self, shape: Shape):
-        super().__init__(shape.hidden, shape)
-        self.q_norm, self.k_norm = RMSNorm(shape.dim, shape.eps), RMSNorm(shape.dim, shape.eps)
-        self.dim = shape.dim
-
-    def queries(self, x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))), positions, theta)
-
-    def keys_values(self, x: torch.Tensor, positions: torch.Tensor, theta: float) -> Any:
-        keys = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.dim))), positions, theta)
-        return keys, self.v_proj(x).unflatten(-1, (-1, self.dim))
-
-
 class _Layer(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
-        self.self_attn = _Attention(shape)
+        self.self_attn = Attention(shape.hidden, shape, has_norms=True)
         self.mlp = blocks.MLP(shape.hidden, shape.inner)
         self.input_layernorm = RMSNorm(shape.hidden, shape.eps)
         self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)

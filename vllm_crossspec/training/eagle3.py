@@ -77,11 +77,10 @@ class Eagle3Drafter(EntryDrafter):
         features = self.fc(states.taps[:, :-1])
         joined = self.join(F.embedding(tokens[:, 1:], embedding), features)
         places = torch.arange(joined.shape[1], device=tokens.device)
-        context = (self._heads(attention.k_proj, joined, places), self._heads(attention.v_proj, joined, None))
+        context = attention.keys_values(joined, places, self.theta)
         current, x = at(features, anchors), at(joined, anchors)
-        own_keys, own_values, last = [], [], None
-        if last_entry is not None:
-            last = [self._heads(p, last_entry, None) for p in (attention.k_proj, attention.v_proj)]
+        last = None if last_entry is None else attention.bare_keys_values(last_entry)
+        own: list[tuple[torch.Tensor, torch.Tensor]] = []
         following = at(tokens, anchors + 1)
         for step in range(num_steps):
             if skip is not None:
@@ -89,15 +88,11 @@ class Eagle3Drafter(EntryDrafter):
             if step or skip is not None:
                 x = self.join(F.embedding(following, embedding), current)
             if step:
-                own_keys.append(self._heads(attention.k_proj, x, anchors + step))
-                own_values.append(self._heads(attention.v_proj, x, None))
-            query = self._heads(attention.q_proj, x, anchors + step)[:, :, None]
-            keys, values = list(own_keys), list(own_values)
-            if last is not None:
-                keys.append(rotate(last[0], anchors + step + 1, self.theta))
-                values.append(last[1])
-            own = (torch.stack(keys, 2), torch.stack(values, 2)) if keys else None
-            seen = draft_attention(query, context, anchors + 1, own)[:, :, 0]
+                own.append(attention.keys_values(x, anchors + step, self.theta))
+            query = attention.queries(x, anchors + step, self.theta)[:, :, None]
+            after = [] if last is None else [(rotate(last[0], anchors + step + 1, self.theta), last[1])]
+            keys_values = [torch.stack(x, 2) for x in zip(*own, *after, strict=True)]
+            seen = draft_attention(query, context, anchors + 1, keys_values or None)[:, :, 0]
             current = current + attention.o_proj(seen)
             current = current + layer.mlp(layer.post_attention_layernorm(current))
             logits = self.lm_head(self.norm(current))

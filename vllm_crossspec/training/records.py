@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load, load_file
+from safetensors.torch import load_file
 
-from vllm_crossspec.shards import FORMAT_VERSION, read_shards
+from vllm_crossspec.shards import FORMAT_VERSION, Steps, joined_steps, read_shards
 from vllm_crossspec.shards import shard_path as shard_path
 from vllm_crossspec.shards import write_shard as write_file
 
@@ -27,9 +27,6 @@ NAMES = ("entropy", "lengths", "known")
 """Tensors of a shard beside the hidden states, which may not fit the memory."""
 NO_TOKEN = -2
 """Stands for a token past the end of a text; dead draft nodes are -1, so that nothing equals it."""
-
-Steps = Sequence[tuple[Sequence[str], bytes]]
-"""What the engine's record mode hands out: request ids, and tensors (see ``engine.speculators.recording``)."""
 
 
 class Facts(NamedTuple):
@@ -145,7 +142,7 @@ def assemble(steps: Steps, answers: Mapping[int, Answer], facts: Facts) -> dict[
     """The tensors of a shard from what the engine recorded, sorted by text and position.
 
     Args:
-        steps: of the shard's requests, whose ids begin with the text's number and a hyphen, as vLLM makes them.
+        steps: of the shard's requests (see ``engine.speculators.recording``).
         answers: by text number.
         facts: of the collection.
 
@@ -156,9 +153,7 @@ def assemble(steps: Steps, answers: Mapping[int, Answer], facts: Facts) -> dict[
     Raises:
         RuntimeError: a token of a text has no record.
     """
-    numbers = torch.tensor([int(name.split("-")[0]) for ids, _ in steps for name in ids], dtype=torch.int64)
-    loaded = [load(content) for _, content in steps]
-    data = {name: torch.cat([part[name] for part in loaded]) for name in (loaded[0] if loaded else ())}
+    numbers, data = joined_steps(steps)
     rows, numbers, positions = _wanted_rows(numbers, data, answers)
     depth = max(facts.depths)
     truth, known = _following(numbers, positions, answers, depth)
