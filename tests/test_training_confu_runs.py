@@ -319,7 +319,7 @@ def test_the_offline_script(tmp_path, config, start, responses, target_folder, c
     target = FrozenTarget(causal_lm, default_target_layers(DEPTH), False)
     control = confu_offline.load_control(start, target)
     rows = read_generations(responses, "dev", VOCAB)
-    draft = lambda batch, anchors: eagle3.drafts(control, target, batch, anchors, confu_offline.CHAIN)  # noqa: E731
+    draft = lambda batch, anchors: eagle3.drafts(control, target, batch.tokens, anchors, confu_offline.CHAIN)  # noqa: E731
     expected = offline_acceptance(control, target, rows, draft, confu_offline.CHAIN)
     assert rates[0, "control"]["all"] == pytest.approx(expected["dev_accept"], abs=1e-3)
 

@@ -191,11 +191,7 @@ def drafts(model: DartDrafter, target: FrozenTarget, batch: Batch, anchors: torc
 def train_dart(
     data: Path, target_folder: Path, out: Path, config: DartConfig, loop: LoopConfig, device: str = "cpu"
 ) -> dict[str, float]:
-    """Train on the generations in ``data`` and write ``out/model``; see :func:`drafter_run.train_drafter`.
-
-    Args:
-        device: ``cpu``, ``cuda`` or ``auto``.
-    """
+    """Train on the generations in ``data`` and write ``out/model``; see :func:`drafter_run.train_drafter`."""
     place = choose_device(device)
     if config.num_drafts < 2:
         raise ValueError(f"--num-drafts {config.num_drafts} must be at least 2: an entry and one mask")

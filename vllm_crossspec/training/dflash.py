@@ -177,11 +177,7 @@ def drafts(
 def train_dflash(
     data: Path, target_folder: Path, out: Path, config: DFlashConfig, loop: LoopConfig, device: str = "cpu"
 ) -> dict[str, float]:
-    """Train on the generations in ``data`` and write ``out/model``; see :func:`drafter_run.train_drafter`.
-
-    Args:
-        device: ``cpu``, ``cuda`` or ``auto``.
-    """
+    """Train on the generations in ``data`` and write ``out/model``; see :func:`drafter_run.train_drafter`."""
     place = choose_device(device)
     causal_lm, tokenizer = load_target(target_folder, torch.float32, place)
     settings = causal_lm.config

@@ -113,13 +113,7 @@ def drafts(model: Qwen3ForCausalLM, batch: Batch, anchors: torch.Tensor, num_dra
 def train_draft_model(
     data: Path, target_folder: Path, out: Path, config: DraftModelConfig, loop: LoopConfig, device: str = "cpu"
 ) -> dict[str, float]:
-    """Train on the generations in ``data`` and write a Hugging Face folder, ``out/model``.
-
-    See :func:`drafter_run.train_drafter`.
-
-    Args:
-        device: ``cpu``, ``cuda`` or ``auto``.
-    """
+    """Train on the generations in ``data`` and write ``out/model``; see :func:`drafter_run.train_drafter`."""
     place = choose_device(device)
     causal_lm, tokenizer = load_target(target_folder, torch.float32, place)
     target = FrozenTarget(causal_lm, (0,), config.bfloat16)  # a tap is asked for, and none is read

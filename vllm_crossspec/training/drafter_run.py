@@ -67,7 +67,7 @@ class Trainee(NamedTuple):
 def train_drafter(run: Run, trainee: Trainee, target: FrozenTarget, rows: list[Generation]) -> dict[str, float]:
     """Train on ``rows``, and measure on the ``dev-*`` generations in ``run.data``; goes on from ``out/state.pt``.
 
-    The device is no part of what the run is, so that it may go on elsewhere.
+    The device (``cpu``, ``cuda`` or ``auto``) is no part of what the run is, so that it may go on elsewhere.
 
     Args:
         rows: the ``train-*`` generations in ``run.data``.

@@ -162,11 +162,12 @@ def checkpoint(model: EntryDrafter, target: Any) -> tuple[dict[str, Any], dict[s
 
 
 def drafts(
-    model: Eagle3Drafter, target: FrozenTarget, batch: Batch, anchors: torch.Tensor, num_steps: int
+    model: Eagle3Drafter, target: FrozenTarget, tokens: torch.Tensor, anchors: torch.Tensor, num_steps: int
 ) -> torch.Tensor:
-    """The greedy chains that begin behind the tokens at ``anchors``: int64 [B, A, num_steps]."""
-    states = target.states(batch.tokens)
-    steps = model.unroll(states, batch.tokens, target.embedding, anchors - 1, num_steps, own_tokens=True)
+    """The greedy chains behind the ``tokens`` [B, T] at ``anchors``: int64 [B, A, num_steps]."""
+    states = target.states(tokens)
+    # An entry stands one position before the token that it brings.
+    steps = model.unroll(states, tokens, target.embedding, anchors - 1, num_steps, own_tokens=True)
     return torch.stack([model.kept[logits.argmax(-1)] for logits in steps], dim=-1)
 
 
@@ -198,7 +199,7 @@ def train_eagle3(
         "eagle3",
         model,
         loss=lambda batch, generator: eagle3_loss(model, target, batch, config, generator),
-        draft=lambda batch, anchors: drafts(model, target, batch, anchors, config.num_steps),
+        draft=lambda batch, anchors: drafts(model, target, batch.tokens, anchors, config.num_steps),
         num_drafts=config.num_steps,
         write=lambda folder: write_drafter(folder, *checkpoint(model, settings)),
     )

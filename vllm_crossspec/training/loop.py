@@ -4,6 +4,7 @@ Matrices are trained with Muon and everything else with AdamW (both from torch),
 stays, and decays linearly over the last part of the run.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -177,8 +178,9 @@ def progress_bar() -> Progress:
     return Progress(*columns, TimeRemainingColumn(), refresh_per_second=0.5)
 
 
-def pyplot() -> Any:
-    """Matplotlib's, that draws into files.
+@contextlib.contextmanager
+def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[Any]:
+    """The axes of a figure of matplotlib; written to ``path``, a .png or .svg file, when all is drawn.
 
     Raises:
         ValueError: it is not installed.
@@ -190,25 +192,25 @@ def pyplot() -> Any:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    return plt
+    figure, axes = plt.subplots(rows, columns, layout="constrained", **options)
+    yield axes
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
 
 
 def draw_loss(log: list[dict[str, float]], path: Path) -> None:
     """Draw the training loss (smoothed) and every evaluated figure over the steps."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    steps = [line["step"] for line in log]
-    smooth, value = [], log[0]["loss"]
-    for line in log:
-        value = 0.95 * value + 0.05 * line["loss"]
-        smooth.append(value)
-    axes.plot(steps, smooth, label="train (smoothed)", linewidth=1.2)
-    for key in sorted({k for line in log for k in line if k.startswith("dev")}):
-        points = [(line["step"], line[key]) for line in log if key in line]
-        axes.plot(*zip(*points, strict=True), marker=".", label=key)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats a token)")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with picture(path, figsize=(8, 4.5)) as axes:
+        steps = [line["step"] for line in log]
+        smooth, value = [], log[0]["loss"]
+        for line in log:
+            value = 0.95 * value + 0.05 * line["loss"]
+            smooth.append(value)
+        axes.plot(steps, smooth, label="train (smoothed)", linewidth=1.2)
+        for key in sorted({k for line in log for k in line if k.startswith("dev")}):
+            points = [(line["step"], line[key]) for line in log if key in line]
+            axes.plot(*zip(*points, strict=True), marker=".", label=key)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss (nats a token)")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)
