@@ -143,8 +143,7 @@ class Group:
         self.features = model.fc(self.states.taps)
         entries = model.join(F.embedding(tokens[:, 1:], target.embedding), self.features[:, :-1])
         attention, places = model.midlayer.self_attn, torch.arange(tokens.shape[1] - 1)
-        self.keys = model._heads(attention.k_proj, entries, places)
-        self.values = model._heads(attention.v_proj, entries, None)
+        self.keys, self.values = attention.keys_values(entries, places, model.theta)
 
     def walk(self, size: Size) -> Walk:
         """Decode all responses with trees of ``size``; rounds that would reach past a response's end are not made."""
@@ -181,9 +180,7 @@ class Round:
         if isinstance(model, ConfuDrafter):
             future = self._future(model, before)
             entry = model.join(model.future_embed(self.root_state), future)
-            attention = model.midlayer.self_attn
-            key, value = attention.k_proj(entry), attention.v_proj(entry)
-            self.future = key.unflatten(-1, (-1, model.dim)), value.unflatten(-1, (-1, model.dim))
+            self.future = model.midlayer.self_attn.bare_keys_values(entry)
             self.skip = model.future_skip(future)
 
     def _future(self, model: ConfuDrafter, before: torch.Tensor) -> torch.Tensor:
@@ -238,10 +235,11 @@ class Round:
         states = states + self.skip[:, None]
         entries = model.join(F.embedding(tokens, self.group.target.embedding), states)
         positions = (self.place + level)[:, None].expand_as(tokens)
-        query = model._heads(attention.q_proj, entries, positions)
+        query = attention.queries(entries, positions, model.theta)
         if level:  # the root's are in the text's
-            self.keys.append(model._heads(attention.k_proj, entries, positions))
-            self.values.append(model._heads(attention.v_proj, entries, None))
+            own = attention.keys_values(entries, positions, model.theta)
+            self.keys.append(own[0])
+            self.values.append(own[1])
         keys, values = list(self.keys), list(self.values)
         seen = [self.seen[0][:, None].expand(-1, tokens.shape[1], -1), masks]
         if self.future is not None:

@@ -18,7 +18,8 @@ import dart_offline
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.ngram.build import build, make_plan
 from vllm_crossspec.ngram.store import open_store
-from vllm_crossspec.training.dart import offline_acceptance, train_dart
+from vllm_crossspec.training.dart import drafts, train_dart
+from vllm_crossspec.training.drafter_run import offline_acceptance
 from vllm_crossspec.training.generations import collate, read_generations
 from vllm_crossspec.training.states import FrozenTarget, load_target
 from vllm_crossspec.types import TokenTree
@@ -192,7 +193,8 @@ def test_the_script(responses, target_folder, target, drafter, drafter_folder, t
     assert document == json.loads((tmp_path / "found.json").read_text()) and "tokens a round" in shown
     rows = {(row["tree"], row["store"]): row for row in document["rows"]}
     assert len(rows) == 7
-    chain = offline_acceptance(drafter, target, greedy_rows(responses), CONFIG)
+    draft = lambda batch, anchors: drafts(drafter, target, batch, anchors)  # noqa: E731
+    chain = offline_acceptance(drafter, target, greedy_rows(responses), draft, drafter.num_drafts)
     found = rows["chain", None]["tokens_per_round"]
     assert found["all"] == pytest.approx(chain["dev_accept"], abs=1e-3)
     assert found["chat"] == pytest.approx(chain["dev_accept_chat"], abs=1e-3)

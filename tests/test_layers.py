@@ -55,6 +55,7 @@ ROOMS = [
     "tree",
     "ngram",
     "router",
+    "shards",
     "types",
     "twins",
     "host_copy",

@@ -166,7 +166,7 @@ def test_what_is_no_folder_of_records_is_refused_in_a_sentence(tmp_path, answers
         records.read_records(tmp_path)
     first = shard_of(tmp_path, 0, answers)
     other = shard_of(tmp_path, 1, answers, FACTS._replace(depths=(4, 2)))
-    with pytest.raises(ValueError, match="of different drafters or targets"):
+    with pytest.raises(ValueError, match="of different models or trees"):
         records.read_records(tmp_path)
     other.write_bytes(first.read_bytes()[:200])
     with pytest.raises(ValueError, match=r"shard-00001.safetensors is no whole shard of records"):

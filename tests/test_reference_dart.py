@@ -50,7 +50,7 @@ def make_pair(folder, target, num_drafts, theta=None):
     model = DartDrafter(config, target.config, kept, seed=0)
     model.theta = theta or model.theta
     loud_tensors(model, seed=num_drafts)
-    write_drafter(folder, *checkpoint(model, config, target.config))
+    write_drafter(folder, *checkpoint(model, target.config))
     # The file holds bfloat16: ours goes on with what was written.
     written = {name: x.float() for name, x in load_file(folder / "model.safetensors").items() if x.is_floating_point()}
     assert not model.load_state_dict(written, strict=False).unexpected_keys

@@ -116,7 +116,7 @@ def test_eagle3_checkpoint_is_safeailabs_format(tmp_path, responses, target_fold
 def test_eagle3_with_the_whole_vocabulary_has_no_token_map(target_folder):
     config = frozen_target(target_folder, [2, 4, 5]).config
     model = Eagle3Drafter(EAGLE3, config, torch.arange(VOCAB), seed=0)
-    assert not {"d2t", "t2d"} & set(eagle3.checkpoint(model, EAGLE3, config)[1])
+    assert not {"d2t", "t2d"} & set(eagle3.checkpoint(model, config)[1])
 
 
 def test_dflash_checkpoint_is_z_labs_format(tmp_path, responses, target_folder):

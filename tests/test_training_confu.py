@@ -12,7 +12,6 @@ from transformers import DynamicCache
 
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.training import confu
-from vllm_crossspec.training.acceptance import measure
 from vllm_crossspec.training.blocks import rotate
 from vllm_crossspec.training.confu import ConfuDrafter, Mixture, confu_loss, contemplation_mask, replicate
 from vllm_crossspec.training.generations import Batch, collate, sample_anchors
@@ -374,17 +373,12 @@ def naive_chain(target, model, tokens, place, gate_place, count):
 
 
 @torch.no_grad()
-def test_offline_drafts_are_an_engines_chains(target, monkeypatch):
+def test_offline_drafts_are_an_engines_chains(target):
     """The draft at a token reads the entry before it, its future, and nothing later; the gate is half a chain back."""
-    model, seen = make_drafter(target), []
-    monkeypatch.setattr(
-        confu, "measure", lambda rows, draft, count: seen.append((draft, count)) or measure([], draft, 1)
-    )
-    confu.offline_acceptance(model, target, [], CONFU)
-    (draft, count), batch = seen[0], collate(random_rows(3, seed=5))
+    model, batch, count = make_drafter(target), collate(random_rows(3, seed=5)), CONFU.num_steps
     places = torch.stack([batch.starts, batch.ends - 1], dim=1)
-    got = draft(batch, places)
-    assert count == CONFU.num_steps and got.shape == (3, 2, CONFU.num_steps)
+    got = confu.drafts(model, target, batch, places, CONFU)
+    assert got.shape == (3, 2, count)
     chains = []
     for row in range(3):
         for column in range(2):
@@ -393,7 +387,8 @@ def test_offline_drafts_are_an_engines_chains(target, monkeypatch):
             chains.append(naive_chain(target, model, batch.tokens[row], place, gate, count))
             assert got[row, column].tolist() == chains[-1]
     model.soft_prompts.values.mul_(-3)
-    assert draft(batch, places).flatten(0, 1).tolist() != chains  # what the future is does change drafts
+    other = confu.drafts(model, target, batch, places, CONFU)
+    assert other.flatten(0, 1).tolist() != chains  # what the future is does change drafts
 
 
 # ---- the checkpoint's tensors

@@ -27,6 +27,7 @@ from vllm_crossspec.drafters.confu.checkpoint import ConfuShape, check_target, r
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.training import eagle3
 from vllm_crossspec.training.confu import train_confu
+from vllm_crossspec.training.drafter_run import offline_acceptance
 from vllm_crossspec.training.eagle3 import train_eagle3
 from vllm_crossspec.training.generations import Generation, read_generations, write_shard
 from vllm_crossspec.training.loop import LoopConfig
@@ -318,7 +319,8 @@ def test_the_offline_script(tmp_path, config, start, responses, target_folder, c
     target = FrozenTarget(causal_lm, default_target_layers(DEPTH), False)
     control = confu_offline.load_control(start, target)
     rows = read_generations(responses, "dev", VOCAB)
-    expected = eagle3.offline_acceptance(control, target, rows, replace(EAGLE3, num_steps=confu_offline.CHAIN))
+    draft = lambda batch, anchors: eagle3.drafts(control, target, batch.tokens, anchors, confu_offline.CHAIN)  # noqa: E731
+    expected = offline_acceptance(control, target, rows, draft, confu_offline.CHAIN)
     assert rates[0, "control"]["all"] == pytest.approx(expected["dev_accept"], abs=1e-3)
 
 

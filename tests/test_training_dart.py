@@ -27,9 +27,8 @@ from typer.testing import CliRunner
 
 from vllm_crossspec.cli.train import app as train_app
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
-from vllm_crossspec.training import dart
-from vllm_crossspec.training.acceptance import measure
-from vllm_crossspec.training.blocks import draft_attention
+from vllm_crossspec.training import blocks, dart
+from vllm_crossspec.training.blocks import draft_attention, rotate
 from vllm_crossspec.training.dart import DartConfig, DartDrafter, dart_loss, flex_draft_attention, train_dart
 from vllm_crossspec.training.generations import Generation, collate, write_shard
 from vllm_crossspec.training.loop import LoopConfig
@@ -112,7 +111,7 @@ def largest_difference(target, config):
     anchors = torch.stack([batch.starts - 1, batch.starts, batch.ends - 2], dim=1)
     with torch.no_grad():
         got = model(target.states(batch.tokens), batch.tokens, target.embedding, anchors)
-    w = dart.checkpoint(model, config, target.config)[1]
+    w = dart.checkpoint(model, target.config)[1]
     worst = 0.0
     for row, places in enumerate(anchors.tolist()):
         for column, place in enumerate(places):
@@ -148,16 +147,14 @@ def _masks_of_another(query, context, limits, own, *, is_causal):
 
 
 def _places_off_by_one(x, positions, theta):
-    return dart_rotate(x, positions + (positions.ndim == 3), theta)
-
-
-dart_rotate = dart.rotate
+    return rotate(x, positions + (positions.ndim == 3), theta)
 
 
 @CONFIGS
 @pytest.mark.parametrize("broken", [_entry_less, _entry_more, _masks_ahead, _masks_of_another, _places_off_by_one])
 def test_a_wrong_mask_shows(target, config, broken, monkeypatch):
-    monkeypatch.setattr(dart, "rotate" if broken is _places_off_by_one else "draft_attention", broken)
+    place = (blocks, "rotate") if broken is _places_off_by_one else (dart, "draft_attention")
+    monkeypatch.setattr(*place, broken)
     assert largest_difference(target, config) > 100 * TOLERANCE
 
 
@@ -243,7 +240,7 @@ def test_compiled_flex_attention_takes_every_length(monkeypatch):
 
 def by_hand(target, model, batch, config):
     """The annealed KL of section 3.3 over every place of the responses, one number at a time; drafted positions."""
-    w = dart.checkpoint(model, config, target.config)[1]
+    w = dart.checkpoint(model, target.config)[1]
     total, weights, count = 0.0, 0.0, 0
     for row in range(len(batch.tokens)):
         start, end = batch.starts[row].item(), batch.ends[row].item()
@@ -339,18 +336,13 @@ def test_checkpoint_is_the_public_format(tmp_path, config, responses, target_fol
 
 
 @torch.no_grad()
-def test_offline_acceptance_drafts_from_the_token_just_emitted(target, monkeypatch):
+def test_offline_acceptance_drafts_from_the_token_just_emitted(target):
     """The draft at a token reads the entry before it, which that token is part of, and nothing later."""
-    model, seen = make_drafter(target), []
-    monkeypatch.setattr(
-        dart, "measure", lambda rows, draft, count: seen.append((draft, count)) or measure([], draft, 1)
-    )
-    dart.offline_acceptance(model, target, [], DART)
-    (draft, count), batch = seen[0], collate(random_rows(2, seed=10))
+    model, batch = make_drafter(target), collate(random_rows(2, seed=10))
     anchors = batch.starts[:, None]
-    got = draft(batch, anchors)
-    assert count == DART.num_drafts and got.shape == (2, 1, DART.num_drafts)
-    w = dart.checkpoint(model, DART, target.config)[1]
+    got = dart.drafts(model, target, batch, anchors)
+    assert got.shape == (2, 1, DART.num_drafts)
+    w = dart.checkpoint(model, target.config)[1]
     for row, start in enumerate(batch.starts.tolist()):
         logits = sequential(w, batch.tokens[row, : start + 1], target, DART, model.theta)
         assert got[row, 0].tolist() == KEPT[logits.argmax(-1)].tolist()

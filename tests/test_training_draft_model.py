@@ -9,6 +9,7 @@ from tiny_training import DEPTH, DRAFT_MODEL, frozen_target, random_rows
 from vllm_crossspec.training import draft_model
 from vllm_crossspec.training.acceptance import measure
 from vllm_crossspec.training.draft_model import build_draft_model
+from vllm_crossspec.training.drafter_run import offline_acceptance
 from vllm_crossspec.training.generations import Generation
 
 
@@ -55,4 +56,5 @@ def test_one_pass_measures_what_a_loop_of_drafts_would(target):
 
     expected = measure(rows, loop, DRAFT_MODEL.num_drafts)
     assert 1 < expected["dev_accept"] < 1 + DRAFT_MODEL.num_drafts
-    assert draft_model.offline_acceptance(model, target, rows, DRAFT_MODEL) == expected
+    one_pass = lambda batch, anchors: draft_model.drafts(model, batch, anchors, DRAFT_MODEL.num_drafts)  # noqa: E731
+    assert offline_acceptance(model, target, rows, one_pass, DRAFT_MODEL.num_drafts) == expected

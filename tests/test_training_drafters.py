@@ -107,7 +107,7 @@ def test_eagle3_unrolled_for_training_equals_an_engines_chain(target_folder):
     kept = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(2))[:96].sort().values
     model = Eagle3Drafter(EAGLE3, target.config, kept, seed=0)
     scramble(model)
-    tensors = eagle3.checkpoint(model, EAGLE3, target.config)[1]
+    tensors = eagle3.checkpoint(model, target.config)[1]
     batch = collate(random_rows(3, seed=5))
     states = target.states(batch.tokens)
     anchors = torch.stack([batch.starts - 1, batch.ends - 2], dim=1)

@@ -5,24 +5,20 @@
 missing shard. Shape legend: M rounds, D deepest level, N draft nodes.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save_file
 
 from vllm_crossspec.adaptive.calibration import TreeShape
 from vllm_crossspec.drafters.identity import Identity
+from vllm_crossspec.shards import Steps, joined_steps, read_shards
+from vllm_crossspec.shards import shard_path as shard_path
+from vllm_crossspec.shards import write_shard as write_file
 
-FORMAT_VERSION = 1
-INDEX_FILE, SHARD_PATTERN = "rounds.json", "shard-*.safetensors"
+INDEX_FILE = "rounds.json"
 NAMES = ("phi", "path", "depth", "size", "text")
-
-Steps = Sequence[tuple[Sequence[str], bytes]]
-"""What the engine hands out: request ids, and tensors (see ``engine.features.rounds``)."""
 
 
 class RoundsFacts(NamedTuple):
@@ -83,18 +79,16 @@ def assemble(steps: Steps, texts: Mapping[int, TextFacts], depth: int) -> dict[s
     A round that reaches past the end of its text is left out: nobody asked for what it accepted there.
 
     Args:
-        steps: of the shard's requests in the order of time; their ids begin with the text's number and a hyphen.
+        steps: of the shard's requests in the order of time (see ``engine.features.rounds``).
         texts: by number.
         depth: D.
 
     Raises:
         ValueError: there is not one round.
     """
-    loaded = [load(content) for _, content in steps]
-    if not loaded:
+    numbers, data = joined_steps(steps)
+    if not data:
         raise ValueError("these prompts were answered without a single draft: give shorter ones, or longer answers")
-    numbers = torch.tensor([int(name.split("-")[0]) for ids, _ in steps for name in ids], dtype=torch.int64)
-    data = {name: torch.cat([part[name] for part in loaded]) for name in loaded[0]}
     order = numbers.argsort(stable=True)
     numbers = numbers[order]
     length = torch.zeros(max(texts) + 1, dtype=torch.int64)
@@ -135,23 +129,17 @@ def _deepest(parents: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
 # -- files ----------------------------------------------------------------------------------------------------
 
 
-def shard_path(folder: Path, number: int) -> Path:
-    """File of a shard."""
-    return folder / f"shard-{number:05d}.safetensors"
+def _facts(found: Sequence[Mapping[str, Any]]) -> RoundsFacts:
+    target, drafter, tree = found
+    return RoundsFacts(Identity(**target), Identity(**drafter), TreeShape(**tree))
 
 
 def write_shard(
     path: Path, tensors: Mapping[str, torch.Tensor], texts: Mapping[int, TextFacts], facts: RoundsFacts
 ) -> None:
     """Write a shard whole or not at all."""
-    metadata = {
-        "format_version": str(FORMAT_VERSION),
-        "facts": json.dumps([part._asdict() for part in facts]),
-        "texts": json.dumps([[number, *facts] for number, facts in sorted(texts.items())]),
-    }
-    new = path.with_suffix(".new")
-    save_file({name: tensors[name].contiguous() for name in NAMES}, new, metadata)
-    new.replace(path)
+    listed = [[number, *text] for number, text in sorted(texts.items())]
+    write_file(path, {name: tensors[name] for name in NAMES}, [part._asdict() for part in facts], listed)
 
 
 def read_rounds(folder: Path, key: str = "--records") -> Rounds:
@@ -164,31 +152,7 @@ def read_rounds(folder: Path, key: str = "--records") -> Rounds:
     Raises:
         ValueError: no such folder, no rounds in it, a damaged shard, or shards of different models or trees.
     """
-    if not (folder / INDEX_FILE).is_file():
-        raise ValueError(
-            f"{key} {folder} holds no {INDEX_FILE}; give a folder that `crossspec calibrate heterospec` collected into"
-        )
-    paths = sorted(folder.glob(SHARD_PATTERN))
-    if not paths:
-        raise ValueError(f"{key} {folder} holds no finished shard; collect again, with the engine's options")
-    shards = [_read_shard(path) for path in paths]
-    facts, categories = shards[0][0], {}
-    for path, (found, listed, _) in zip(paths, shards, strict=True):
-        if found != facts:
-            raise ValueError(f"{key}: {path} and {paths[0]} are of different models or trees; keep them apart")
-        categories.update(listed)
-    tensors = [torch.cat(parts) for parts in zip(*(shard[2] for shard in shards), strict=True)]
-    phi, path, depth, size, text = tensors
+    facts, shards = read_shards(folder / INDEX_FILE, key, "calibrate heterospec", NAMES, _facts)
+    categories = {int(number): str(category) for shard in shards for number, category, _ in shard.texts}
+    phi, path, depth, size, text = (torch.cat([shard.tensors[name] for shard in shards]) for name in NAMES)
     return Rounds(phi, path, depth, size, text, categories, facts)
-
-
-def _read_shard(path: Path) -> tuple[RoundsFacts, dict[int, str], list[torch.Tensor]]:
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            target, drafter, tree = json.loads(metadata["facts"])
-            categories = {int(number): str(category) for number, category, _ in json.loads(metadata["texts"])}
-            tensors = [file.get_tensor(name) for name in NAMES]
-        return RoundsFacts(Identity(**target), Identity(**drafter), TreeShape(**tree)), categories, tensors
-    except (SafetensorError, KeyError, TypeError, ValueError) as problem:
-        raise ValueError(f"{path} is no whole shard of rounds ({problem}); delete it and collect again") from None

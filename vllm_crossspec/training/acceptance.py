@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from vllm_crossspec.training.generations import Batch, Generation, collate
+from vllm_crossspec.training.generations import Batch, Generation, at, collate
 
 # (batch, anchors int64 [B, A]) -> drafted tokens int64 [B, A, K]
 DraftFn = Callable[[Batch, torch.Tensor], torch.Tensor]
@@ -41,7 +41,7 @@ def measure(rows: Sequence[Generation], draft: DraftFn, num_drafts: int, rows_pe
         offsets = torch.arange(int(places.max()))
         anchors = torch.minimum(batch.starts[:, None] + offsets, (batch.ends - 1)[:, None])
         drafts = draft(batch, anchors)
-        truth = _following(batch, anchors, num_drafts)
+        truth = at(batch.tokens, anchors[..., None] + torch.arange(1, num_drafts + 1))
         accepted = (drafts == truth).long().cumprod(-1).sum(-1)
         for row, counts, last in zip(group, accepted.tolist(), places.tolist(), strict=True):
             place = 0
@@ -49,12 +49,6 @@ def measure(rows: Sequence[Generation], draft: DraftFn, num_drafts: int, rows_pe
                 rounds.setdefault(row.category, []).append(counts[place])
                 place += counts[place] + 1
     return _summary(rounds, num_drafts)
-
-
-def _following(batch: Batch, anchors: torch.Tensor, count: int) -> torch.Tensor:
-    """The ``count`` tokens after each anchor: int64 [B, A, count]; past the end of a row its last column repeats."""
-    columns = (anchors[..., None] + torch.arange(1, count + 1)).clamp(max=batch.tokens.shape[1] - 1)
-    return batch.tokens.gather(1, columns.flatten(1)).view(columns.shape)
 
 
 def _summary(rounds: dict[str, list[int]], num_drafts: int) -> dict[str, float]:

@@ -1,13 +1,15 @@
-"""The few layers that both drafters are made of, in plain torch, named as in the public checkpoints.
+"""The few layers that drafters are made of, in plain torch, named as in the public checkpoints.
 
 Shapes: B rows, T tokens of a row, A anchors (drafts) of a row, S query tokens of a draft, J key tokens of a draft,
 h query heads, k key/value heads, D head size, H hidden size.
 """
 
+import contextlib
 import json
 import shutil
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,25 +42,133 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class _EntryAttention(nn.Module):
-    def __init__(self, hidden: int, heads: int, kv_heads: int, dim: int):
+class Shape(NamedTuple):
+    """Sizes of a drafter's layers: H, inner size of the MLP, h, k, D, and the norms' epsilon."""
+
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    dim: int
+    eps: float
+
+
+class Attention(nn.Module):
+    """Projections of an attention over inputs of ``width``; in Qwen3's layers every head is normed, too."""
+
+    def __init__(self, width: int, shape: Shape, has_norms: bool = False):
         super().__init__()
-        self.q_proj = nn.Linear(2 * hidden, heads * dim, bias=False)
-        self.k_proj = nn.Linear(2 * hidden, kv_heads * dim, bias=False)
-        self.v_proj = nn.Linear(2 * hidden, kv_heads * dim, bias=False)
-        self.o_proj = nn.Linear(heads * dim, hidden, bias=False)
+        self.q_proj = nn.Linear(width, shape.heads * shape.dim, bias=False)
+        self.k_proj = nn.Linear(width, shape.kv_heads * shape.dim, bias=False)
+        self.v_proj = nn.Linear(width, shape.kv_heads * shape.dim, bias=False)
+        self.o_proj = nn.Linear(shape.heads * shape.dim, shape.hidden, bias=False)
+        self.q_norm, self.k_norm = (RMSNorm(shape.dim, shape.eps) if has_norms else nn.Identity() for _ in range(2))
+        self.dim = shape.dim
+
+    def queries(self, x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
+        """[..., h, D] of x [..., width]."""
+        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))), positions, theta)
+
+    def bare_keys_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[..., k, D] each, of x [..., width]; the keys are not rotated yet."""
+        keys, values = (projection(x).unflatten(-1, (-1, self.dim)) for projection in (self.k_proj, self.v_proj))
+        return self.k_norm(keys), values
+
+    def keys_values(self, x: torch.Tensor, positions: torch.Tensor, theta: float) -> tuple[torch.Tensor, torch.Tensor]:
+        """[..., k, D] each, of x [..., width]."""
+        keys, values = self.bare_keys_values(x)
+        return rotate(keys, positions, theta), values
 
 
 class EntryLayer(nn.Module):
     """The one layer of EAGLE-3 and DART, over entries that join a token's embedding with the target's features."""
 
-    def __init__(self, hidden: int, inner: int, heads: int, kv_heads: int, dim: int, eps: float):
+    def __init__(self, shape: Shape):
         super().__init__()
-        self.self_attn = _EntryAttention(hidden, heads, kv_heads, dim)
-        self.mlp = MLP(hidden, inner)
-        self.hidden_norm = RMSNorm(hidden, eps)
-        self.input_layernorm = RMSNorm(hidden, eps)
-        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.self_attn = Attention(2 * shape.hidden, shape)
+        self.mlp = MLP(shape.hidden, shape.inner)
+        self.hidden_norm = RMSNorm(shape.hidden, shape.eps)
+        self.input_layernorm = RMSNorm(shape.hidden, shape.eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
+
+
+def head_dim(target: Any) -> int:
+    """D of a model, by its configuration (transformers)."""
+    return getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads
+
+
+class Drafter(nn.Module):
+    """A drafter with the target's width, heads, positions and norms. The embedding is the target's and stays outside.
+
+    Args:
+        inner: size of the MLPs.
+        target: configuration of the target (transformers).
+    """
+
+    def __init__(self, inner: int, target: Any):
+        super().__init__()
+        self.dim, self.theta = head_dim(target), target.rope_parameters["rope_theta"]
+        heads, kv_heads = target.num_attention_heads, target.num_key_value_heads
+        self.shape = Shape(target.hidden_size, inner, heads, kv_heads, self.dim, target.rms_norm_eps)
+
+    def layer_settings(self, target: Any, architecture: str, model_type: str, **own: Any) -> dict[str, Any]:
+        """Its ``config.json``: what all formats say of the layers, and ``own``."""
+        shared = {
+            "attention_bias": False,
+            "head_dim": self.dim,
+            "hidden_act": "silu",
+            "hidden_size": self.shape.hidden,
+            "intermediate_size": self.shape.inner,
+            "num_attention_heads": self.shape.heads,
+            "num_key_value_heads": self.shape.kv_heads,
+            "rms_norm_eps": self.shape.eps,
+            "rope_scaling": None,
+            "rope_theta": self.theta,
+            "tie_word_embeddings": False,
+        }
+        for name in ("bos_token_id", "eos_token_id", "max_position_embeddings", "pad_token_id", "vocab_size"):
+            shared[name] = getattr(target, name)
+        return {"architectures": [architecture], "model_type": model_type, **dict(sorted((shared | own).items()))}
+
+
+class EntryDrafter(Drafter):
+    """What EAGLE-3 and DART are made of, with the parameter names of their public formats.
+
+    Args:
+        kept: int64 [draft vocabulary], the target's ids of the drafter's tokens, rising.
+    """
+
+    def __init__(self, inner: int, target: Any, kept: torch.Tensor, seed: int):
+        super().__init__(inner, target)
+        hidden, eps = self.shape.hidden, self.shape.eps
+        self.fc = nn.Linear(3 * hidden, hidden, bias=False)
+        self.midlayer = EntryLayer(self.shape)
+        self.norm = RMSNorm(hidden, eps)
+        self.lm_head = nn.Linear(hidden, len(kept), bias=False)
+        self.register_buffer("kept", kept)
+        initialise(self, seed)
+
+    def join(self, embedded: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+        """Entries [..., 2 H] of token embeddings and features, [..., H] each."""
+        return torch.cat([self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(features)], dim=-1)
+
+    @torch.no_grad()
+    def take_head(self, head: torch.Tensor) -> None:
+        """Begin with the target's own output layer [V, H]."""
+        self.lm_head.weight.copy_(head[self.kept])
+
+    def settings(self, target: Any, architecture: str) -> dict[str, Any]:
+        """The ``config.json`` of the public formats."""
+        own = {"draft_vocab_size": len(self.kept), "mlp_bias": False, "num_hidden_layers": 1, "torch_dtype": "bfloat16"}
+        return self.layer_settings(target, architecture, "llama", **own)
+
+    def tensors(self, vocab_size: int) -> dict[str, torch.Tensor]:
+        """Those of a checkpoint, with the maps ``d2t`` and ``t2d`` between the vocabularies."""
+        tensors = {name: x.cpu() for name, x in self.state_dict().items() if name != "kept"}
+        kept = self.kept.cpu()
+        tensors["d2t"] = kept - torch.arange(len(kept))
+        tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, kept, True)
+        return tensors
 
 
 def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
@@ -75,7 +185,7 @@ def draft_attention(
     query: torch.Tensor,
     context: tuple[torch.Tensor, torch.Tensor],
     limits: torch.Tensor,
-    own: tuple[torch.Tensor, torch.Tensor] | None,
+    own: Sequence[torch.Tensor] | None,
     *,
     is_causal: bool = False,
 ) -> torch.Tensor:
@@ -133,16 +243,23 @@ def initialise(model: nn.Module, seed: int, scale: float = 0.02) -> None:
                 parameter.normal_(0.0, scale * (0.1 if small else 1.0), generator=generator)
 
 
-def write_drafter(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
-    """Write ``config.json`` and ``model.safetensors`` (bfloat16), replacing ``folder`` in one rename."""
+@contextlib.contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A fresh folder to write into, which then replaces ``folder`` in one rename."""
     fresh = folder.with_name(folder.name + ".new")
     shutil.rmtree(fresh, ignore_errors=True)
     fresh.mkdir(parents=True)
+    yield fresh
+    shutil.rmtree(folder, ignore_errors=True)
+    fresh.rename(folder)
+
+
+def write_drafter(folder: Path, config: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    """Write ``config.json`` and ``model.safetensors`` (bfloat16) in place of ``folder``."""
     half = {
         name: (x.detach().to(torch.bfloat16) if x.is_floating_point() else x.detach()).contiguous().clone()
         for name, x in tensors.items()
     }
-    save_file(half, fresh / "model.safetensors", metadata={"format": "pt"})
-    (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    shutil.rmtree(folder, ignore_errors=True)
-    fresh.rename(folder)
+    with replacing(folder) as fresh:
+        save_file(half, fresh / "model.safetensors", metadata={"format": "pt"})
+        (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n")

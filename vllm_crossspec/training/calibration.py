@@ -9,17 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_crossspec.router.simulate import (
-    Outcome,
-    Rule,
-    Value,
-    always,
-    by_entropy,
-    by_gain,
-    oracle_by_group,
-    oracle_token,
-    walk,
-)
+from vllm_crossspec.router import simulate
+from vllm_crossspec.router.simulate import Outcome, Rule, Value
 from vllm_crossspec.training.records import Records
 from vllm_crossspec.training.router import trajectories
 
@@ -89,8 +80,8 @@ def rule_of(policy: str, signal: torch.Tensor, thresholds: Sequence[float]) -> R
         thresholds: [N - 1].
     """
     if policy == "entropy":
-        return by_entropy(signal, thresholds)
-    return by_gain(signal, thresholds)
+        return simulate.by_entropy(signal, thresholds)
+    return simulate.by_gain(signal, thresholds)
 
 
 def calibrate(records: Records, policy: str, signal: torch.Tensor, value: Value, points: int) -> Calibration:
@@ -110,7 +101,7 @@ def calibrate(records: Records, policy: str, signal: torch.Tensor, value: Value,
 
     def outcome(thresholds: Thresholds) -> Outcome:
         if thresholds not in known:
-            known[thresholds] = walk(paths, rule_of(policy, signal, thresholds))
+            known[thresholds] = simulate.walk(paths, rule_of(policy, signal, thresholds))
         return known[thresholds]
 
     def worth(category: str) -> Callable[[Thresholds], float]:
@@ -158,10 +149,10 @@ def search(score: Callable[[Thresholds], float], grid: Sequence[Sequence[float]]
 def oracle_rules(records: Records, value: Value) -> dict[str, Rule]:
     """Every single drafter and the three oracles (section 4, "Baselines")."""
     paths = trajectories(records, records.texts)
-    rules = {name: always(index) for index, name in enumerate(records.facts.drafters)}
-    rules["oracle-task"] = oracle_by_group(paths, list(groups_of(records).values()), value)
-    rules["oracle-prompt"] = oracle_by_group(paths, [[i] for i in range(len(records.texts))], value)
-    rules["oracle-token"] = oracle_token(paths, value)
+    rules = {name: simulate.always(index) for index, name in enumerate(records.facts.drafters)}
+    rules["oracle-task"] = simulate.oracle_by_group(paths, list(groups_of(records).values()), value)
+    rules["oracle-prompt"] = simulate.oracle_by_group(paths, [[i] for i in range(len(records.texts))], value)
+    rules["oracle-token"] = simulate.oracle_token(paths, value)
     return rules
 
 
@@ -170,7 +161,7 @@ def table(records: Records, rules: dict[str, Rule], value: Value) -> list[Row]:
     paths, groups = trajectories(records, records.texts), groups_of(records)
     rows = []
     for method, rule in rules.items():
-        outcome = walk(paths, rule)
+        outcome = simulate.walk(paths, rule)
         values = {category: value(outcome.of(texts)) for category, texts in groups.items()}
         values["mean"] = sum(values.values()) / len(values)
         rounds = max(int(outcome.rounds.sum()), 1)

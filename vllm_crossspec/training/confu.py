@@ -27,11 +27,10 @@ from vllm_crossspec.drafters.confu.checkpoint import ARCHITECTURE, MODEL_TYPE
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.drafters.identity import Identity, identify
 from vllm_crossspec.training import eagle3
-from vllm_crossspec.training.acceptance import measure
 from vllm_crossspec.training.blocks import rotate, write_drafter
-from vllm_crossspec.training.drafter_run import run_training
+from vllm_crossspec.training.drafter_run import Run, Trainee, train_drafter
 from vllm_crossspec.training.eagle3 import Eagle3Config, Eagle3Drafter, unrolled_loss
-from vllm_crossspec.training.generations import Batch, Generation, read_generations, sample_anchors
+from vllm_crossspec.training.generations import Batch, at, read_generations, sample_anchors
 from vllm_crossspec.training.loop import LoopConfig
 from vllm_crossspec.training.start import load_start, read_start
 from vllm_crossspec.training.states import FrozenTarget, States, load_target, target_settings
@@ -104,17 +103,13 @@ class SoftPrompts(nn.Module):
 
 
 class ConfuDrafter(Eagle3Drafter):
-    """EAGLE-3's drafter with what makes futures and what reads them.
-
-    Args:
-        target: configuration of the target (transformers).
-        kept: int64 [draft vocabulary], the target's ids of the drafter's tokens, rising.
-    """
+    """EAGLE-3's drafter with what makes futures and what reads them."""
 
     def __init__(self, config: ConfuConfig, target: Any, kept: torch.Tensor, seed: int):
         super().__init__(config, target, kept, seed)
         hidden, experts = target.hidden_size, (config.num_experts, config.top_experts)
-        self.soft_prompts = SoftPrompts(target.num_hidden_layers, self.kv_heads, config.num_soft_prompts, self.dim)
+        sizes = (target.num_hidden_layers, self.shape.kv_heads, config.num_soft_prompts, self.dim)
+        self.soft_prompts = SoftPrompts(*sizes)
         self.contemplate_embed = Mixture(3 * hidden, hidden, *experts)
         self.future_embed = Mixture(hidden, hidden, *experts)
         self.future_skip = nn.Linear(hidden, hidden, bias=False)
@@ -153,11 +148,11 @@ class ConfuDrafter(Eagle3Drafter):
         """
         features = self.fc(target.states(tokens[None]).taps[:, :-1])
         entries = self.join(F.embedding(tokens[None, 1:], target.embedding), features)
-        query = self._heads(self.midlayer.self_attn.q_proj, entries, None)[0].mean(0)
-        query = query.unflatten(0, (self.kv_heads, -1)).mean(1)
+        query = self.midlayer.self_attn.q_proj(entries).unflatten(-1, (-1, self.dim))[0].mean(0)
+        query = query.unflatten(0, (self.shape.kv_heads, -1)).mean(1)
         query = rotate(query[None], torch.tensor([-1], device=query.device), self.theta)[0]
         hidden = features.shape[-1]
-        keys = self.midlayer.self_attn.k_proj.weight[:, :hidden].unflatten(0, (self.kv_heads, -1))
+        keys = self.midlayer.self_attn.k_proj.weight[:, :hidden].unflatten(0, (self.shape.kv_heads, -1))
         aim = torch.einsum("kdh,kd->h", keys, query) / self.midlayer.input_layernorm.weight
         noise = torch.randn(self.future_embed.experts.shape, generator=generator).to(aim.device)
         aim = aim / aim.pow(2).mean().sqrt() + 0.3 * noise
@@ -195,8 +190,7 @@ class ConfuDrafter(Eagle3Drafter):
 
     def future_entries(self, states: States, futures: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """The entries [B, A, 2 H] that drafts at ``anchors`` keep last, for their futures [B, A, H]."""
-        rows = torch.arange(len(anchors), device=anchors.device)[:, None]
-        return self.join(self.future_embed(self.fc(states.taps[rows, anchors])), futures)
+        return self.join(self.future_embed(self.fc(at(states.taps, anchors))), futures)
 
 
 def contemplation_mask(anchors: torch.Tensor, num_prompts: int, num_tokens: int, *, as_blocks: bool) -> Any:
@@ -265,9 +259,8 @@ def future_loss(
         The loss, and how often the likeliest token is the target's.
     """
     places, real = anchors
-    rows = torch.arange(len(places), device=places.device)[:, None]
     known = real & (places + 2 < batch.ends[:, None])
-    after = states.last[rows, (places + 1).clamp(max=batch.tokens.shape[1] - 1)][known]
+    after = at(states.last, places + 1)[known]
     wanted = F.linear(after, target.head).float().softmax(-1)
     logits = F.linear(futures[known], target.head).float()
     if not len(logits):
@@ -287,10 +280,9 @@ def confu_loss(
     anchors, real = sample_anchors(batch, -1, config.anchors_per_row, generator)
     lag = torch.randint(1, config.max_lag + 2, anchors.shape, generator=generator).to(anchors.device)
     has_future = (torch.rand(anchors.shape, generator=generator) >= config.no_future).to(anchors.device)
-    rows = torch.arange(len(anchors), device=anchors.device)[:, None]
     teacher = target.teach(states, batch, config.teacher_temperature, model.kept)
-    with torch.autocast(anchors.device.type, dtype=torch.bfloat16, enabled=config.bfloat16):
-        futures = model.futures(target, cache, states.taps[rows, (anchors - lag).clamp(min=0)], anchors)
+    with target.autocast():
+        futures = model.futures(target, cache, at(states.taps, anchors - lag), anchors)
         own_loss, own_hits = future_loss(futures, target, states, batch, (anchors, real))
         futures = torch.where(has_future[..., None], futures, model.no_future_embed.to(futures.dtype))
         places, real = replicate(anchors, real, batch, config.replicas)
@@ -314,7 +306,7 @@ def checkpoint(
     Args:
         identity: what the target is known by; its soft prompts mean nothing to another one.
     """
-    layer, tensors = eagle3.checkpoint(model, config, target)
+    layer, tensors = eagle3.checkpoint(model, target)
     layer = {k: v for k, v in layer.items() if k not in ("architectures", "draft_vocab_size", "torch_dtype")}
     tensors = {name.replace("midlayer.", "layers.0."): x for name, x in tensors.items()}
     settings = {
@@ -345,30 +337,22 @@ def checkpoint(
     return settings, tensors
 
 
-def offline_acceptance(
-    model: ConfuDrafter, target: FrozenTarget, rows: list[Generation], config: ConfuConfig
-) -> dict[str, float]:
-    """Held-out acceptance of greedy chains of ``config.num_steps`` tokens; see :func:`acceptance.measure`.
+def drafts(
+    model: ConfuDrafter, target: FrozenTarget, batch: Batch, anchors: torch.Tensor, config: ConfuConfig
+) -> torch.Tensor:
+    """The greedy chains behind the tokens at ``anchors``: int64 [B, A, num_steps].
 
     Every contemplate token is gated by the state half a chain before it.
     """
-    model.eval()
-
-    def draft(batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
-        tokens, entries = batch.tokens.to(target.device), anchors.to(target.device) - 1
-        states, cache = target.states_and_cache(tokens)
-        numbers = torch.arange(len(tokens), device=target.device)[:, None]
-        with torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=config.bfloat16):
-            gates = states.taps[numbers, (entries - (1 + config.max_lag) // 2).clamp(min=0)]
-            futures = model.futures(target, cache, gates, entries)
-            last, skip = model.future_entries(states, futures, entries), model.future_skip(futures)
-            steps = model.unroll(
-                states, tokens, target.embedding, entries, config.num_steps,
-                own_tokens=True, last_entry=last, skip=skip,
-            )  # fmt: skip
-            return torch.stack([model.kept[logits.argmax(-1)] for logits in steps], dim=-1).cpu()
-
-    return measure(rows, draft, config.num_steps)
+    states, cache = target.states_and_cache(batch.tokens)
+    entries = anchors - 1
+    gates = at(states.taps, entries - (1 + config.max_lag) // 2)
+    futures = model.futures(target, cache, gates, entries)
+    last, skip = model.future_entries(states, futures, entries), model.future_skip(futures)
+    steps = model.unroll(
+        states, batch.tokens, target.embedding, entries, config.num_steps, own_tokens=True, last_entry=last, skip=skip
+    )
+    return torch.stack([model.kept[logits.argmax(-1)] for logits in steps], dim=-1)
 
 
 # -- a run ----------------------------------------------------------------------------------------------------
@@ -413,14 +397,11 @@ def _check_attends_to_all(target: Any) -> None:
 def train_confu(
     data: Path, target_folder: Path, out: Path, config: ConfuConfig, loop: LoopConfig, device: str = "cpu"
 ) -> dict[str, float]:
-    """Train on the generations in ``data`` and write the drafter to ``out/model``; resumes from ``out/state.pt``.
+    """Train on the generations in ``data`` and write ``out/model``; see :func:`drafter_run.train_drafter`.
 
     Args:
         config: its ``start`` is the EAGLE-3 drafter that training goes on from (section 4).
-        device: ``cpu``, ``cuda`` or ``auto``; not part of what the run is, so that it may go on elsewhere.
-
-    Returns:
-        The held-out acceptance at the end, also in ``out/acceptance.json`` (empty without ``dev-*`` shards).
+        device: ``cpu``, ``cuda`` or ``auto``.
 
     Raises:
         ValueError: one sentence that names the option and the fix.
@@ -448,19 +429,12 @@ def train_confu(
     model = ConfuDrafter(config, settings, start.kept, loop.seed).to(place)
     load_start(model, start)
     model.set_up(target, text, loop.seed)
-
-    return run_training(
+    trainee = Trainee(
         "confu",
         model,
-        rows=rows,
-        data=data,
-        target_folder=target_folder,
-        vocab_size=settings.vocab_size,
-        out=out,
-        config=config,
-        loop=loop,
-        place=place,
         loss=lambda batch, generator: confu_loss(model, target, batch, config, generator),
-        write=lambda: write_drafter(out / "model", *checkpoint(model, config, settings, identity)),
-        acceptance=lambda rows: offline_acceptance(model, target, rows, config),
+        draft=lambda batch, anchors: drafts(model, target, batch, anchors, config),
+        num_drafts=config.num_steps,
+        write=lambda folder: write_drafter(folder, *checkpoint(model, config, settings, identity)),
     )
+    return train_drafter(Run(data, target_folder, out, config, loop), trainee, target, rows)

@@ -20,87 +20,46 @@ from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from vllm_crossspec.devices import choose_device
+from vllm_crossspec.drafters.dart.checkpoint import ARCHITECTURE
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
-from vllm_crossspec.training.acceptance import measure
-from vllm_crossspec.training.blocks import EntryLayer, RMSNorm, draft_attention, initialise, rotate, write_drafter
-from vllm_crossspec.training.drafter_run import run_training
-from vllm_crossspec.training.eagle3 import draft_vocabulary
-from vllm_crossspec.training.generations import (
-    Batch,
-    Generation,
-    read_generations,
-    sample_anchors,
-)
+from vllm_crossspec.training.blocks import EntryDrafter, draft_attention, write_drafter
+from vllm_crossspec.training.drafter_run import Recipe, Run, Trainee, train_drafter
+from vllm_crossspec.training.generations import Batch, at, draft_vocabulary, read_generations, sample_anchors
 from vllm_crossspec.training.loop import LoopConfig
+from vllm_crossspec.training.losses import block_loss, drafted_places
 from vllm_crossspec.training.states import FrozenTarget, States, load_target
 
 Attention = Literal["dense", "flex"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class DartConfig:
+class DartConfig(Recipe):
     """Shape and recipe of the drafter; what is not here (hidden size, heads, rotary base) is the target's.
 
     Attributes:
-        intermediate_size: of the MLP.
         draft_vocab_size: the drafter knows only the so many most frequent tokens of the responses.
         num_drafts: tokens of a draft, the paper's d: the entry and ``num_drafts - 1`` masks.
         gamma: draft i (from 1) weighs ``gamma ** (i - 1)``.
         is_shifted: whether a row predicts the token after its own place; False is the ablation in which the entry
             predicts nothing and every mask its own token, as diffusion language models do.
-        teacher_temperature: the target's distribution is sharpened with it; 1 is the target's own.
-        rows_per_step: responses of one optimizer step.
         anchors_per_row: drafts of one response in one optimizer step; 0 takes every place, as the paper.
-        bfloat16: compute under bfloat16 autocast (weights stay float32).
-        eval_rows: at most so many held-out responses.
     """
 
-    intermediate_size: int = 1024
     draft_vocab_size: int = 3072
     num_drafts: int = 8
     gamma: float = 0.6
     is_shifted: bool = True
-    teacher_temperature: float = 1.0
-    rows_per_step: int = 16
     anchors_per_row: int = 32
-    bfloat16: bool = True
-    eval_rows: int = 96
 
 
-class _Layer(EntryLayer):
-    def __init__(self, hidden: int, inner: int, heads: int, kv_heads: int, dim: int, eps: float):
-        super().__init__(hidden, inner, heads, kv_heads, dim, eps)
-        self.mask_rep = nn.Parameter(torch.empty(2 * hidden))
-
-
-class DartDrafter(nn.Module):
-    """The drafter, with the parameter names of the public format. The embedding is the target's and stays outside.
-
-    Args:
-        target: configuration of the target (transformers).
-        kept: int64 [draft vocabulary], the target's ids of the drafter's tokens, rising.
-    """
+class DartDrafter(EntryDrafter):
+    """EAGLE-3's parts and the vector that all masks share, with the parameter names of the public format."""
 
     def __init__(self, config: DartConfig, target: Any, kept: torch.Tensor, seed: int):
-        super().__init__()
-        hidden, self.heads, self.kv_heads = (
-            target.hidden_size,
-            target.num_attention_heads,
-            target.num_key_value_heads,
-        )
-        self.dim = getattr(target, "head_dim", None) or hidden // self.heads
-        self.theta = target.rope_parameters["rope_theta"]
+        super().__init__(config.intermediate_size, target, kept, seed)
         self.num_drafts, self.is_shifted = config.num_drafts, config.is_shifted
-        self.fc = nn.Linear(3 * hidden, hidden, bias=False)
-        self.midlayer = _Layer(
-            hidden, config.intermediate_size, self.heads, self.kv_heads, self.dim, target.rms_norm_eps
-        )
-        self.norm = RMSNorm(hidden, target.rms_norm_eps)
-        self.lm_head = nn.Linear(hidden, len(kept), bias=False)
-        self.register_buffer("kept", kept)
-        initialise(self, seed)
-        with torch.no_grad():
-            self.midlayer.mask_rep.normal_(generator=torch.Generator().manual_seed(seed + 1))
+        mask = torch.empty(2 * self.shape.hidden).normal_(generator=torch.Generator().manual_seed(seed + 1))
+        self.midlayer.mask_rep = nn.Parameter(mask)
 
     def forward(
         self,
@@ -125,31 +84,23 @@ class DartDrafter(nn.Module):
         """
         layer, projections = self.midlayer, self.midlayer.self_attn
         features = self.fc(states.taps[:, :-1])
-        embedded = layer.input_layernorm(F.embedding(tokens[:, 1:], embedding))
-        entries = torch.cat([embedded, layer.hidden_norm(features)], dim=-1)
-        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
+        entries = self.join(F.embedding(tokens[:, 1:], embedding), features)
         num_masks = self.num_drafts - 1 if self.is_shifted else self.num_drafts
         masks = layer.mask_rep.expand(*anchors.shape, num_masks, -1)
-        residual = masks[..., : features.shape[-1]]
-        block = masks
-        steps = torch.arange(num_masks, device=tokens.device)
-        mask_places = anchors[..., None] + 1 + steps
-        places = mask_places
+        block, residual = masks, masks[..., : features.shape[-1]]
+        mask_places = places = anchors[..., None] + 1 + torch.arange(num_masks, device=tokens.device)
         if self.is_shifted:
-            block = torch.cat([entries[rows, anchors][:, :, None], masks.to(entries.dtype)], dim=2)
-            residual = torch.cat([features[rows, anchors][:, :, None], residual.to(features.dtype)], dim=2)
+            block = torch.cat([at(entries, anchors)[:, :, None], masks.to(entries.dtype)], dim=2)
+            residual = torch.cat([at(features, anchors)[:, :, None], residual.to(features.dtype)], dim=2)
             places = torch.cat([anchors[..., None], mask_places], dim=-1)
 
-        def heads(projection: nn.Linear, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-            x = projection(x).unflatten(-1, (-1, self.dim))
-            return x if positions is None else rotate(x, positions, self.theta)
-
         entry_places = torch.arange(entries.shape[1], device=tokens.device)
-        context = (heads(projections.k_proj, entries, entry_places), heads(projections.v_proj, entries, None))
-        own = (heads(projections.k_proj, masks, mask_places), heads(projections.v_proj, masks, None))
+        context = projections.keys_values(entries, entry_places, self.theta)
+        own = projections.keys_values(masks, mask_places, self.theta)
         attention = attention or ("flex" if tokens.is_cuda else "dense")
         attend = flex_draft_attention if attention == "flex" else draft_attention
-        seen = attend(heads(projections.q_proj, block, places), context, anchors + 1, own, is_causal=True)
+        queries = projections.queries(block, places, self.theta)
+        seen = attend(queries, context, anchors + 1, own, is_causal=True)
         x = residual + projections.o_proj(seen)
         x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.lm_head(self.norm(self.norm(x)))
@@ -209,111 +160,54 @@ def dart_loss(
     teacher = target.teach(states, batch, config.teacher_temperature, model.kept)
     known = torch.isin(teacher.top, model.kept)
     steps = torch.arange(config.num_drafts, device=anchors.device)
-    source = anchors[..., None] + 1 + steps
-    rows = torch.arange(len(anchors), device=anchors.device)[:, None, None]
-    places = teacher.index[rows, source.clamp(max=batch.tokens.shape[1] - 1)]
-    valid = real[..., None] & (source + 1 < batch.ends[:, None, None]) & known[places]
+    places, valid = drafted_places(teacher, batch, anchors + 1, steps)
+    valid = valid & real[..., None] & known[places]
     places = places[valid]
-    with torch.autocast(anchors.device.type, dtype=torch.bfloat16, enabled=config.bfloat16):
+    with target.autocast():
         logits = model(states, batch.tokens, target.embedding, anchors)[valid].float()
-    weight = (config.gamma**steps).expand(valid.shape)[valid]
-    divergence = F.kl_div(logits.log_softmax(-1), teacher.probs[places], reduction="none").sum(-1)
-    loss = (divergence * weight).sum() / weight.sum().clamp(min=1e-6)
+    losses = F.kl_div(logits.log_softmax(-1), teacher.probs[places], reduction="none").sum(-1)
     hits = model.kept[logits.detach().argmax(-1)] == teacher.top[places]
-    step = steps.expand(valid.shape)[valid]
-    shares = {f"hit_{i + 1}": hits[step == i].float().mean().item() for i in (0, len(steps) - 1) if (step == i).any()}
-    return loss, shares
+    return block_loss(losses, hits, valid, config.gamma**steps)
 
 
-def checkpoint(model: DartDrafter, config: DartConfig, target: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def checkpoint(model: DartDrafter, target: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Configuration and tensors in the format of the public checkpoints (``fvliang/qwen8b-dart``).
 
     An unshifted drafter has no ``draft_length``: whoever would draft with it as if it were DART refuses it.
     """
-    tensors = {name: x.cpu() for name, x in model.state_dict().items() if name != "kept"}
-    kept = model.kept.cpu()
-    tensors["d2t"] = kept - torch.arange(len(kept))
-    tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, kept, True)
-    settings = {
-        "architectures": ["LlamaForCausalLMDart" if config.is_shifted else "LlamaForCausalLMDartUnshifted"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "bos_token_id": target.bos_token_id,
-        "draft_vocab_size": len(model.kept),
-        "eos_token_id": target.eos_token_id,
-        "head_dim": model.dim,
-        "hidden_act": "silu",
-        "hidden_size": target.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": target.max_position_embeddings,
-        "mlp_bias": False,
-        "num_attention_heads": model.heads,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": model.kv_heads,
-        "pad_token_id": target.pad_token_id,
-        "rms_norm_eps": target.rms_norm_eps,
-        "rope_scaling": None,
-        "rope_theta": model.theta,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": target.vocab_size,
-    }
-    settings |= {"draft_length": config.num_drafts - 1} if config.is_shifted else {"num_masks": config.num_drafts}
-    return settings, tensors
+    if model.is_shifted:
+        settings = model.settings(target, ARCHITECTURE) | {"draft_length": model.num_drafts - 1}
+    else:
+        settings = model.settings(target, ARCHITECTURE + "Unshifted") | {"num_masks": model.num_drafts}
+    return settings, model.tensors(target.vocab_size)
 
 
-def offline_acceptance(
-    model: DartDrafter, target: FrozenTarget, rows: list[Generation], config: DartConfig
-) -> dict[str, float]:
-    """Held-out acceptance of the first choices alone (a chain); see :func:`acceptance.measure`."""
-    model.eval()
-
-    def draft(batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
-        tokens, anchors = batch.tokens.to(target.device), anchors.to(target.device)
-        with torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=config.bfloat16):
-            logits = model(target.states(tokens), tokens, target.embedding, anchors - 1)
-        return model.kept[logits.argmax(-1)].cpu()
-
-    return measure(rows, draft, config.num_drafts)
+def drafts(model: DartDrafter, target: FrozenTarget, batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
+    """The first choices behind the tokens at ``anchors``, as a chain: int64 [B, A, num_drafts]."""
+    logits = model(target.states(batch.tokens), batch.tokens, target.embedding, anchors - 1)
+    return model.kept[logits.argmax(-1)]
 
 
 def train_dart(
     data: Path, target_folder: Path, out: Path, config: DartConfig, loop: LoopConfig, device: str = "cpu"
 ) -> dict[str, float]:
-    """Train on the generations in ``data`` and write the drafter to ``out/model``; resumes from ``out/state.pt``.
-
-    Args:
-        device: ``cpu``, ``cuda`` or ``auto``; not part of what the run is, so that it may go on elsewhere.
-
-    Returns:
-        The held-out acceptance at the end, also in ``out/acceptance.json`` (empty without ``dev-*`` shards).
-    """
+    """Train on the generations in ``data`` and write ``out/model``; see :func:`drafter_run.train_drafter`."""
     place = choose_device(device)
-    causal_lm, _ = load_target(target_folder, torch.float32, place)
-    settings = causal_lm.config
-    if not 0 < config.draft_vocab_size <= settings.vocab_size:
-        raise ValueError(f"--draft-vocab {config.draft_vocab_size} must lie within 1..{settings.vocab_size}")
     if config.num_drafts < 2:
         raise ValueError(f"--num-drafts {config.num_drafts} must be at least 2: an entry and one mask")
+    causal_lm, _ = load_target(target_folder, torch.float32, place)
+    settings = causal_lm.config
     target = FrozenTarget(causal_lm, default_target_layers(settings.num_hidden_layers), config.bfloat16)
     rows = read_generations(data, "train", settings.vocab_size)
-    kept, _ = draft_vocabulary(rows, config.draft_vocab_size, settings.vocab_size)
+    kept = draft_vocabulary(rows, config.draft_vocab_size, settings.vocab_size)
     model = DartDrafter(config, settings, kept, loop.seed).to(place)
-    with torch.no_grad():
-        model.lm_head.weight.copy_(target.head[model.kept])
-
-    return run_training(
+    model.take_head(target.head)
+    trainee = Trainee(
         "dart",
         model,
-        rows=rows,
-        data=data,
-        target_folder=target_folder,
-        vocab_size=settings.vocab_size,
-        out=out,
-        config=config,
-        loop=loop,
-        place=place,
         loss=lambda batch, generator: dart_loss(model, target, batch, config, generator),
-        write=lambda: write_drafter(out / "model", *checkpoint(model, config, settings)),
-        acceptance=lambda rows: offline_acceptance(model, target, rows, config),
+        draft=lambda batch, anchors: drafts(model, target, batch, anchors),
+        num_drafts=config.num_drafts,
+        write=lambda folder: write_drafter(folder, *checkpoint(model, settings)),
     )
+    return train_drafter(Run(data, target_folder, out, config, loop), trainee, target, rows)

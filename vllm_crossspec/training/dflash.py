@@ -19,75 +19,42 @@ import torch.nn.functional as F
 from torch import nn
 
 from vllm_crossspec.devices import choose_device
-from vllm_crossspec.training.acceptance import measure
-from vllm_crossspec.training.blocks import MLP, RMSNorm, draft_attention, initialise, rotate, write_drafter
+from vllm_crossspec.training import blocks
+from vllm_crossspec.training.blocks import Attention, Drafter, RMSNorm, Shape, draft_attention, write_drafter
 from vllm_crossspec.training.data import MASK
-from vllm_crossspec.training.drafter_run import run_training
-from vllm_crossspec.training.generations import (
-    Batch,
-    Generation,
-    read_generations,
-    sample_anchors,
-)
+from vllm_crossspec.training.drafter_run import Recipe, Run, Trainee, train_drafter
+from vllm_crossspec.training.generations import Batch, read_generations, sample_anchors
 from vllm_crossspec.training.loop import LoopConfig
+from vllm_crossspec.training.losses import block_loss, drafted_places
 from vllm_crossspec.training.states import FrozenTarget, States, load_target
 
 
 @dataclass(frozen=True, kw_only=True)
-class DFlashConfig:
+class DFlashConfig(Recipe):
     """Shape and recipe of the drafter; what is not here (hidden size, heads, rotary base) is the target's.
 
     Attributes:
         num_layers: of the drafter.
-        intermediate_size: of its MLPs.
         block_size: the anchor and ``block_size - 1`` drafts.
         num_target_layers: how many layers of the target are tapped, spread evenly as z-lab does.
         decay: draft i (from 1) weighs ``exp(-(i - 1) / decay)``; z-lab takes 7, 5, 4 for blocks of 16, 10, 8.
-        teacher_temperature: the target's distribution is sharpened with it; 1 is the target's own.
-        rows_per_step: responses of one optimizer step.
         anchors_per_row: blocks of one response in one optimizer step.
-        bfloat16: compute under bfloat16 autocast (weights stay float32).
-        eval_rows: at most so many held-out responses.
     """
 
     num_layers: int = 2
-    intermediate_size: int = 1024
     block_size: int = 8
     num_target_layers: int = 5
     decay: float = 4.0
-    teacher_temperature: float = 1.0
-    rows_per_step: int = 16
     anchors_per_row: int = 24
-    bfloat16: bool = True
-    eval_rows: int = 96
-
-
-class _Attention(nn.Module):
-    def __init__(self, hidden: int, heads: int, kv_heads: int, dim: int, eps: float):
-        super().__init__()
-        self.q_proj = nn.Linear(hidden, heads * dim, bias=False)
-        self.k_proj = nn.Linear(hidden, kv_heads * dim, bias=False)
-        self.v_proj = nn.Linear(hidden, kv_heads * dim, bias=False)
-        self.o_proj = nn.Linear(heads * dim, hidden, bias=False)
-        self.q_norm = RMSNorm(dim, eps)
-        self.k_norm = RMSNorm(dim, eps)
-        self.dim = dim
-
-    def queries(self, x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-        return rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.dim))), positions, theta)
-
-    def keys_values(self, x: torch.Tensor, positions: torch.Tensor, theta: float) -> Any:
-        keys = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.dim))), positions, theta)
-        return keys, self.v_proj(x).unflatten(-1, (-1, self.dim))
 
 
 class _Layer(nn.Module):
-    def __init__(self, hidden: int, inner: int, heads: int, kv_heads: int, dim: int, eps: float):
+    def __init__(self, shape: Shape):
         super().__init__()
-        self.self_attn = _Attention(hidden, heads, kv_heads, dim, eps)
-        self.mlp = MLP(hidden, inner)
-        self.input_layernorm = RMSNorm(hidden, eps)
-        self.post_attention_layernorm = RMSNorm(hidden, eps)
+        self.self_attn = Attention(shape.hidden, shape, has_norms=True)
+        self.mlp = blocks.MLP(shape.hidden, shape.inner)
+        self.input_layernorm = RMSNorm(shape.hidden, shape.eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
 
 
 def target_layer_ids(depth: int, count: int) -> list[int]:
@@ -104,31 +71,17 @@ def target_layer_ids(depth: int, count: int) -> list[int]:
     return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
 
 
-class DFlashDrafter(nn.Module):
-    """The drafter, with the parameter names of the public format; embedding and head stay the target's.
-
-    Args:
-        target: configuration of the target (transformers).
-    """
+class DFlashDrafter(Drafter):
+    """The drafter, with the parameter names of the public format; the head stays the target's, too."""
 
     def __init__(self, config: DFlashConfig, target: Any, seed: int):
-        super().__init__()
-        hidden, self.heads, self.kv_heads = (
-            target.hidden_size,
-            target.num_attention_heads,
-            target.num_key_value_heads,
-        )
-        self.dim = getattr(target, "head_dim", None) or hidden // self.heads
-        self.theta = target.rope_parameters["rope_theta"]
-        eps = target.rms_norm_eps
+        super().__init__(config.intermediate_size, target)
+        hidden, eps = self.shape.hidden, self.shape.eps
         self.fc = nn.Linear(config.num_target_layers * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, eps)
-        self.layers = nn.ModuleList(
-            _Layer(hidden, config.intermediate_size, self.heads, self.kv_heads, self.dim, eps)
-            for _ in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(_Layer(self.shape) for _ in range(config.num_layers))
         self.norm = RMSNorm(hidden, eps)
-        initialise(self, seed)
+        blocks.initialise(self, seed)
 
     def forward(self, states: States, block: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
         """Draft a block at every anchor.
@@ -179,93 +132,52 @@ def dflash_loss(
     """Cross-entropy with the target's distribution at every mask, earlier masks weighing more, in nats a token."""
     states = target.states(batch.tokens)
     anchors, real = sample_anchors(batch, 0, config.anchors_per_row, generator)
-    steps = torch.arange(config.block_size - 1, device=anchors.device)
-    source = anchors[..., None] + steps
-    valid = real[..., None] & (source + 1 < batch.ends[:, None, None])
-    source = source.clamp(max=batch.tokens.shape[1] - 1)
     teacher = target.teach(states, batch, config.teacher_temperature)
-    rows = torch.arange(len(anchors), device=anchors.device)[:, None, None]
-    places = teacher.index[rows, source][valid]
-    with torch.autocast(anchors.device.type, dtype=torch.bfloat16, enabled=config.bfloat16):
+    steps = torch.arange(config.block_size - 1, device=anchors.device)
+    places, valid = drafted_places(teacher, batch, anchors, steps)
+    valid = valid & real[..., None]
+    places = places[valid]
+    with target.autocast():
         block = mask_blocks(batch.tokens, anchors, target.embedding, config.block_size, mask_id)
         logits = F.linear(model(states, block, anchors)[valid], target.head).float()
-    weight = torch.exp(-steps / config.decay).expand(valid.shape)[valid]
-    loss = (F.cross_entropy(logits, teacher.probs[places], reduction="none") * weight).sum() / weight.sum().clamp(
-        min=1e-6
-    )
+    losses = F.cross_entropy(logits, teacher.probs[places], reduction="none")
     hits = logits.detach().argmax(-1) == teacher.top[places]
-    step = steps.expand(valid.shape)[valid]
-    shares = {f"hit_{i + 1}": hits[step == i].float().mean().item() for i in (0, len(steps) - 1) if (step == i).any()}
-    return loss, shares
+    return block_loss(losses, hits, valid, torch.exp(-steps / config.decay))
 
 
 def checkpoint(
     model: DFlashDrafter, config: DFlashConfig, target: Any, mask_id: int
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Configuration and tensors in z-lab's format, which vLLM's own ``dflash`` method reads."""
-    settings = {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "attention_bias": False,
+    layers = target_layer_ids(target.num_hidden_layers, config.num_target_layers)
+    own = {
         "attention_dropout": 0.0,
         "block_size": config.block_size,
-        "bos_token_id": target.bos_token_id,
-        "dflash_config": {
-            "mask_token_id": mask_id,
-            "target_layer_ids": target_layer_ids(target.num_hidden_layers, config.num_target_layers),
-        },
+        "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": layers},
         "dtype": "bfloat16",
-        "eos_token_id": target.eos_token_id,
-        "head_dim": model.dim,
-        "hidden_act": "silu",
-        "hidden_size": target.hidden_size,
-        "intermediate_size": config.intermediate_size,
         "layer_types": ["full_attention"] * config.num_layers,
-        "max_position_embeddings": target.max_position_embeddings,
         "max_window_layers": config.num_layers,
-        "num_attention_heads": model.heads,
         "num_hidden_layers": config.num_layers,
-        "num_key_value_heads": model.kv_heads,
         "num_target_layers": target.num_hidden_layers,
-        "pad_token_id": target.pad_token_id,
-        "rms_norm_eps": target.rms_norm_eps,
-        "rope_scaling": None,
-        "rope_theta": model.theta,
         "sliding_window": None,
-        "tie_word_embeddings": False,
         "use_sliding_window": False,
-        "vocab_size": target.vocab_size,
     }
+    settings = model.layer_settings(target, "DFlashDraftModel", "qwen3", **own)
     return settings, {name: x.cpu() for name, x in model.state_dict().items()}
 
 
-def offline_acceptance(
-    model: DFlashDrafter, target: FrozenTarget, rows: list[Generation], config: DFlashConfig, mask_id: int
-) -> dict[str, float]:
-    """Held-out acceptance of greedy blocks; see :func:`acceptance.measure`."""
-    model.eval()
-
-    def draft(batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
-        tokens, anchors = batch.tokens.to(target.device), anchors.to(target.device)
-        states = target.states(tokens)
-        with torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=config.bfloat16):
-            block = mask_blocks(tokens, anchors, target.embedding, config.block_size, mask_id)
-            return F.linear(model(states, block, anchors), target.head).argmax(-1).cpu()
-
-    return measure(rows, draft, config.block_size - 1)
+def drafts(
+    model: DFlashDrafter, target: FrozenTarget, batch: Batch, anchors: torch.Tensor, block_size: int, mask_id: int
+) -> torch.Tensor:
+    """The greedy blocks behind the tokens at ``anchors``: int64 [B, A, block_size - 1]."""
+    block = mask_blocks(batch.tokens, anchors, target.embedding, block_size, mask_id)
+    return F.linear(model(target.states(batch.tokens), block, anchors), target.head).argmax(-1)
 
 
 def train_dflash(
     data: Path, target_folder: Path, out: Path, config: DFlashConfig, loop: LoopConfig, device: str = "cpu"
 ) -> dict[str, float]:
-    """Train on the generations in ``data`` and write the drafter to ``out/model``; resumes from ``out/state.pt``.
-
-    Args:
-        device: ``cpu``, ``cuda`` or ``auto``; not part of what the run is, so that it may go on elsewhere.
-
-    Returns:
-        The held-out acceptance at the end, also in ``out/acceptance.json`` (empty without ``dev-*`` shards).
-    """
+    """Train on the generations in ``data`` and write ``out/model``; see :func:`drafter_run.train_drafter`."""
     place = choose_device(device)
     causal_lm, tokenizer = load_target(target_folder, torch.float32, place)
     settings = causal_lm.config
@@ -277,19 +189,13 @@ def train_dflash(
     ids = target_layer_ids(settings.num_hidden_layers, config.num_target_layers)
     target = FrozenTarget(causal_lm, [i + 1 for i in ids], config.bfloat16)
     model = DFlashDrafter(config, settings, loop.seed).to(place)
-
-    return run_training(
+    trainee = Trainee(
         "dflash",
         model,
-        rows=read_generations(data, "train", settings.vocab_size),
-        data=data,
-        target_folder=target_folder,
-        vocab_size=settings.vocab_size,
-        out=out,
-        config=config,
-        loop=loop,
-        place=place,
         loss=lambda batch, generator: dflash_loss(model, target, batch, config, mask_id, generator),
-        write=lambda: write_drafter(out / "model", *checkpoint(model, config, settings, mask_id)),
-        acceptance=lambda rows: offline_acceptance(model, target, rows, config, mask_id),
+        draft=lambda batch, anchors: drafts(model, target, batch, anchors, config.block_size, mask_id),
+        num_drafts=config.block_size - 1,
+        write=lambda folder: write_drafter(folder, *checkpoint(model, config, settings, mask_id)),
     )
+    rows = read_generations(data, "train", settings.vocab_size)
+    return train_drafter(Run(data, target_folder, out, config, loop), trainee, target, rows)

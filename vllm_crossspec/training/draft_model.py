@@ -12,35 +12,26 @@ import torch.nn.functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from vllm_crossspec.devices import choose_device
-from vllm_crossspec.training.acceptance import measure
-from vllm_crossspec.training.drafter_run import run_training
-from vllm_crossspec.training.generations import Batch, Generation, read_generations
+from vllm_crossspec.training.blocks import head_dim
+from vllm_crossspec.training.drafter_run import Recipe, Run, Trainee, train_drafter
+from vllm_crossspec.training.generations import Batch, at, read_generations
 from vllm_crossspec.training.loop import LoopConfig
 from vllm_crossspec.training.states import FrozenTarget, load_target
 from vllm_crossspec.training.target import export
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftModelConfig:
+class DraftModelConfig(Recipe):
     """Shape and recipe of the draft model; what is not here (width, heads, vocabulary, rotary base) is the target's.
 
     Attributes:
         num_layers: decoder layers.
-        intermediate_size: of their MLPs.
         num_drafts: tokens of a draft with which the held-out acceptance is measured.
-        teacher_temperature: the target's distribution is sharpened with it; 1 is the target's own.
-        rows_per_step: responses of one optimizer step.
-        bfloat16: compute under bfloat16 autocast (weights stay float32).
-        eval_rows: at most so many held-out responses.
     """
 
-    num_layers: int = 2
     intermediate_size: int = 576
+    num_layers: int = 2
     num_drafts: int = 7
-    teacher_temperature: float = 1.0
-    rows_per_step: int = 16
-    bfloat16: bool = True
-    eval_rows: int = 96
 
 
 def build_draft_model(config: DraftModelConfig, target: FrozenTarget, seed: int) -> Qwen3ForCausalLM:
@@ -62,22 +53,14 @@ def build_draft_model(config: DraftModelConfig, target: FrozenTarget, seed: int)
         )
     torch.manual_seed(seed)
     settings = target.config
-    shape = {
-        "vocab_size": settings.vocab_size,
-        "hidden_size": settings.hidden_size,
-        "num_attention_heads": settings.num_attention_heads,
-        "num_key_value_heads": settings.num_key_value_heads,
-        "head_dim": getattr(settings, "head_dim", None) or settings.hidden_size // settings.num_attention_heads,
-        "max_position_embeddings": settings.max_position_embeddings,
-        "rope_parameters": settings.rope_parameters,
-        "rms_norm_eps": settings.rms_norm_eps,
-        "bos_token_id": settings.bos_token_id,
-        "eos_token_id": settings.eos_token_id,
-        "pad_token_id": settings.pad_token_id,
-    }
+    shared = (
+        "vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "max_position_embeddings",
+        "rope_parameters", "rms_norm_eps", "bos_token_id", "eos_token_id", "pad_token_id",
+    )  # fmt: skip
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            **shape,
+            **{name: getattr(settings, name) for name in shared},
+            head_dim=head_dim(settings),
             intermediate_size=config.intermediate_size,
             num_hidden_layers=config.num_layers,
             tie_word_embeddings=True,
@@ -110,65 +93,39 @@ def distillation_loss(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Cross-entropy with the target's distribution at every response token, in nats a token."""
     teacher = target.teach(target.states(batch.tokens), batch, config.teacher_temperature)
-    columns = torch.arange(batch.tokens.shape[1], device=batch.tokens.device)
-    wanted = (columns >= batch.starts[:, None] - 1) & (columns < batch.ends[:, None] - 1)
-    with torch.autocast(batch.tokens.device.type, dtype=torch.bfloat16, enabled=config.bfloat16):
-        states = model.model(input_ids=batch.tokens, use_cache=False).last_hidden_state[wanted]
+    with target.autocast():
+        states = model.model(input_ids=batch.tokens, use_cache=False).last_hidden_state[batch.is_asked]
         logits = model.lm_head(states).float()
     hit = (logits.detach().argmax(-1) == teacher.top).float().mean().item()
     return F.cross_entropy(logits, teacher.probs), {"hit": hit}
 
 
-def offline_acceptance(
-    model: Qwen3ForCausalLM, target: FrozenTarget, rows: list[Generation], config: DraftModelConfig
-) -> dict[str, float]:
-    """Held-out acceptance of greedy chains of ``config.num_drafts`` tokens; see :func:`acceptance.measure`.
+def drafts(model: Qwen3ForCausalLM, batch: Batch, anchors: torch.Tensor, num_drafts: int) -> torch.Tensor:
+    """The greedy chains behind the tokens at ``anchors``, as far as they can count: int64 [B, A, num_drafts].
 
     Draft i counts only where the drafts before it are the response's tokens, and there the draft model sees nothing
     but the response: one pass over it gives every draft that can count.
     """
-    model.eval()
-
-    def draft(batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
-        tokens = batch.tokens.to(target.device)
-        with torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=config.bfloat16):
-            following = model(input_ids=tokens, use_cache=False).logits.argmax(-1).cpu()
-        columns = (anchors[..., None] + torch.arange(config.num_drafts)).clamp(max=tokens.shape[1] - 1)
-        return following.gather(1, columns.flatten(1)).view(columns.shape)
-
-    return measure(rows, draft, config.num_drafts)
+    following = model(input_ids=batch.tokens, use_cache=False).logits.argmax(-1)
+    return at(following, anchors[..., None] + torch.arange(num_drafts, device=anchors.device))
 
 
 def train_draft_model(
     data: Path, target_folder: Path, out: Path, config: DraftModelConfig, loop: LoopConfig, device: str = "cpu"
 ) -> dict[str, float]:
-    """Train on the generations in ``data`` and write a Hugging Face folder to ``out/model``; resumes.
-
-    Args:
-        device: ``cpu``, ``cuda`` or ``auto``; not part of what the run is, so that it may go on elsewhere.
-
-    Returns:
-        The held-out acceptance at the end, also in ``out/acceptance.json`` (empty without ``dev-*`` shards).
-    """
+    """Train on the generations in ``data`` and write ``out/model``; see :func:`drafter_run.train_drafter`."""
     place = choose_device(device)
     causal_lm, tokenizer = load_target(target_folder, torch.float32, place)
-    vocab_size = causal_lm.config.vocab_size
     target = FrozenTarget(causal_lm, (0,), config.bfloat16)  # a tap is asked for, and none is read
     assert isinstance(tokenizer, PreTrainedTokenizerFast)
     model = build_draft_model(config, target, loop.seed).to(place)
-
-    return run_training(
+    trainee = Trainee(
         "draft model",
         model,
-        rows=read_generations(data, "train", vocab_size),
-        data=data,
-        target_folder=target_folder,
-        vocab_size=vocab_size,
-        out=out,
-        config=config,
-        loop=loop,
-        place=place,
-        loss=lambda batch, generator: distillation_loss(model, target, batch, config),
-        write=lambda: export(model, tokenizer, out / "model"),
-        acceptance=lambda rows: offline_acceptance(model, target, rows, config),
+        loss=lambda batch, _: distillation_loss(model, target, batch, config),
+        draft=lambda batch, anchors: drafts(model, batch, anchors, config.num_drafts),
+        num_drafts=config.num_drafts,
+        write=lambda folder: export(model, tokenizer, folder),
     )
+    rows = read_generations(data, "train", target.config.vocab_size)
+    return train_drafter(Run(data, target_folder, out, config, loop), trainee, target, rows)

@@ -17,38 +17,26 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from vllm_crossspec.devices import choose_device
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
-from vllm_crossspec.training.acceptance import measure
-from vllm_crossspec.training.blocks import EntryLayer, RMSNorm, draft_attention, initialise, rotate, write_drafter
-from vllm_crossspec.training.drafter_run import run_training
-from vllm_crossspec.training.generations import (
-    Batch,
-    Generation,
-    read_generations,
-    sample_anchors,
-)
+from vllm_crossspec.training.blocks import EntryDrafter, draft_attention, rotate, write_drafter
+from vllm_crossspec.training.drafter_run import Recipe, Run, Trainee, train_drafter
+from vllm_crossspec.training.generations import Batch, at, draft_vocabulary, read_generations, sample_anchors
 from vllm_crossspec.training.loop import LoopConfig
 from vllm_crossspec.training.start import load_start, read_start
 from vllm_crossspec.training.states import FrozenTarget, States, Teacher, load_target, target_settings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eagle3Config:
+class Eagle3Config(Recipe):
     """Shape and recipe of the drafter; what is not here (hidden size, heads, rotary base) is the target's.
 
     Attributes:
-        intermediate_size: of the MLP.
         draft_vocab_size: the drafter knows only the so many most frequent tokens of the responses.
         num_steps: drafted tokens that training unrolls, and that the held-out acceptance is measured with.
         step_decay: weight of step s is ``step_decay ** s``.
-        teacher_temperature: the target's distribution is sharpened with it; 1 is the target's own.
-        rows_per_step: responses of one optimizer step.
         anchors_per_row: drafts of one response in one optimizer step.
-        bfloat16: compute under bfloat16 autocast (weights stay float32).
-        eval_rows: at most so many held-out responses.
         start: folder of a trained drafter to go on from, whose shape and vocabulary it keeps; "" for none.
     """
 
@@ -56,47 +44,15 @@ class Eagle3Config:
     draft_vocab_size: int = 3072
     num_steps: int = 7
     step_decay: float = 0.8
-    teacher_temperature: float = 1.0
-    rows_per_step: int = 16
     anchors_per_row: int = 48
-    bfloat16: bool = True
-    eval_rows: int = 96
     start: str = ""
 
 
-class Eagle3Drafter(nn.Module):
-    """The drafter, with the parameter names of the public format. The embedding is the target's and stays outside.
-
-    Args:
-        target: configuration of the target (transformers).
-        kept: int64 [draft vocabulary], the target's ids of the drafter's tokens, rising.
-    """
+class Eagle3Drafter(EntryDrafter):
+    """The drafter, with the parameter names of the public format."""
 
     def __init__(self, config: Eagle3Config, target: Any, kept: torch.Tensor, seed: int):
-        super().__init__()
-        hidden, self.heads, self.kv_heads = (
-            target.hidden_size,
-            target.num_attention_heads,
-            target.num_key_value_heads,
-        )
-        self.dim = getattr(target, "head_dim", None) or hidden // self.heads
-        self.theta = target.rope_parameters["rope_theta"]
-        self.fc = nn.Linear(3 * hidden, hidden, bias=False)
-        self.midlayer = EntryLayer(
-            hidden, config.intermediate_size, self.heads, self.kv_heads, self.dim, target.rms_norm_eps
-        )
-        self.norm = RMSNorm(hidden, target.rms_norm_eps)
-        self.lm_head = nn.Linear(hidden, len(kept), bias=False)
-        self.register_buffer("kept", kept)
-        initialise(self, seed)
-
-    def _heads(self, projection: nn.Linear, x: torch.Tensor, positions: torch.Tensor | None) -> torch.Tensor:
-        x = projection(x).unflatten(-1, (-1, self.dim))
-        return x if positions is None else rotate(x, positions, self.theta)
-
-    def join(self, embedded: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-        """Entries [..., 2 H] of token embeddings and features, [..., H] each."""
-        return torch.cat([self.midlayer.input_layernorm(embedded), self.midlayer.hidden_norm(features)], dim=-1)
+        super().__init__(config.intermediate_size, target, kept, seed)
 
     def unroll(
         self, states: States, tokens: torch.Tensor, embedding: torch.Tensor, anchors: torch.Tensor, num_steps: int,
@@ -121,38 +77,27 @@ class Eagle3Drafter(nn.Module):
         features = self.fc(states.taps[:, :-1])
         joined = self.join(F.embedding(tokens[:, 1:], embedding), features)
         places = torch.arange(joined.shape[1], device=tokens.device)
-        context = (self._heads(attention.k_proj, joined, places), self._heads(attention.v_proj, joined, None))
-        rows = torch.arange(len(tokens), device=tokens.device)[:, None]
-        current, x = features[rows, anchors], joined[rows, anchors]
-        own_keys: list[torch.Tensor] = []
-        own_values: list[torch.Tensor] = []
-        last_key = last_value = None
-        if last_entry is not None:
-            last_key, last_value = attention.k_proj(last_entry), self._heads(attention.v_proj, last_entry, None)
-        following = tokens[rows, anchors + 1]
+        context = attention.keys_values(joined, places, self.theta)
+        current, x = at(features, anchors), at(joined, anchors)
+        last = None if last_entry is None else attention.bare_keys_values(last_entry)
+        own: list[tuple[torch.Tensor, torch.Tensor]] = []
+        following = at(tokens, anchors + 1)
         for step in range(num_steps):
             if skip is not None:
                 current = current + skip
             if step or skip is not None:
                 x = self.join(F.embedding(following, embedding), current)
             if step:
-                own_keys.append(self._heads(attention.k_proj, x, anchors + step))
-                own_values.append(self._heads(attention.v_proj, x, None))
-            query = self._heads(attention.q_proj, x, anchors + step)[:, :, None]
-            keys, values = list(own_keys), list(own_values)
-            if last_key is not None:
-                keys.append(rotate(last_key.unflatten(-1, (-1, self.dim)), anchors + step + 1, self.theta))
-                values.append(last_value)
-            own = (torch.stack(keys, 2), torch.stack(values, 2)) if keys else None
-            seen = draft_attention(query, context, anchors + 1, own)[:, :, 0]
+                own.append(attention.keys_values(x, anchors + step, self.theta))
+            query = attention.queries(x, anchors + step, self.theta)[:, :, None]
+            after = [] if last is None else [(rotate(last[0], anchors + step + 1, self.theta), last[1])]
+            keys_values = [torch.stack(x, 2) for x in zip(*own, *after, strict=True)]
+            seen = draft_attention(query, context, anchors + 1, keys_values or None)[:, :, 0]
             current = current + attention.o_proj(seen)
             current = current + layer.mlp(layer.post_attention_layernorm(current))
             logits = self.lm_head(self.norm(current))
             yield logits
-            if own_tokens:
-                following = self.kept[logits.argmax(-1)]
-            else:
-                following = tokens[rows, (anchors + 2 + step).clamp(max=tokens.shape[1] - 1)]
+            following = self.kept[logits.argmax(-1)] if own_tokens else at(tokens, anchors + 2 + step)
 
 
 def eagle3_loss(
@@ -166,7 +111,7 @@ def eagle3_loss(
     # The first draft starts when the first response token is known: its entry stands one position earlier.
     anchors, real = sample_anchors(batch, -1, config.anchors_per_row, generator)
     teacher = target.teach(states, batch, config.teacher_temperature, model.kept)
-    with torch.autocast(anchors.device.type, dtype=torch.bfloat16, enabled=config.bfloat16):
+    with target.autocast():
         steps = model.unroll(states, batch.tokens, target.embedding, anchors, config.num_steps)
         return unrolled_loss(steps, model.kept, teacher, batch, (anchors, real), config.step_decay)
 
@@ -192,11 +137,9 @@ def unrolled_loss(
     """
     anchors, real = drafts
     known = torch.isin(teacher.top, kept)
-    rows = torch.arange(len(anchors), device=anchors.device)[:, None]
     total, weight, hits = torch.zeros((), device=anchors.device), 0.0, []
     for step, logits in enumerate(steps):
-        source = (anchors + 1 + step).clamp(max=batch.tokens.shape[1] - 1)
-        places = teacher.index[rows, source]
+        places = at(teacher.index, anchors + 1 + step)
         valid = real & (anchors + 2 + step < batch.ends[:, None]) & known[places]
         places, logits = places[valid], logits[valid].float()
         loss = F.cross_entropy(logits, teacher.probs[places], reduction="sum")
@@ -207,79 +150,34 @@ def unrolled_loss(
     return total / weight, {"hit_1": hits[0], f"hit_{len(hits)}": hits[-1]}
 
 
-def draft_vocabulary(rows: list[Generation], size: int, vocab_size: int) -> tuple[torch.Tensor, float]:
-    """The ``size`` most frequent response tokens (int64, rising) and the share of the responses they cover."""
-    counts = torch.bincount(torch.tensor([t for r in rows for t in r.response_ids]), minlength=vocab_size)
-    # Ties go to the lower id, so that the same responses always give the same vocabulary.
-    kept = counts.sort(descending=True, stable=True).indices[:size].sort().values
-    return kept, counts[kept].sum().item() / counts.sum().item()
-
-
-def checkpoint(
-    model: Eagle3Drafter, config: Eagle3Config, target: Any
-) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+def checkpoint(model: EntryDrafter, target: Any) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Configuration and tensors in SafeAILab's format, which vLLM's own ``eagle3`` method reads.
 
     With a full vocabulary ``d2t`` and ``t2d`` are left out: vLLM then has no place for them.
     """
-    tensors = {name: x.cpu() for name, x in model.state_dict().items() if name != "kept"}
-    kept = model.kept.cpu()
-    if len(kept) < target.vocab_size:
-        tensors["d2t"] = kept - torch.arange(len(kept))
-        tensors["t2d"] = torch.zeros(target.vocab_size, dtype=torch.bool).index_fill(0, kept, True)
-    settings = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "bos_token_id": target.bos_token_id,
-        "draft_vocab_size": len(model.kept),
-        "eos_token_id": target.eos_token_id,
-        "head_dim": model.dim,
-        "hidden_act": "silu",
-        "hidden_size": target.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "max_position_embeddings": target.max_position_embeddings,
-        "mlp_bias": False,
-        "num_attention_heads": model.heads,
-        "num_hidden_layers": 1,
-        "num_key_value_heads": model.kv_heads,
-        "pad_token_id": target.pad_token_id,
-        "rms_norm_eps": target.rms_norm_eps,
-        "rope_scaling": None,
-        "rope_theta": model.theta,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "vocab_size": target.vocab_size,
-    }
-    return settings, tensors
+    tensors = model.tensors(target.vocab_size)
+    if len(model.kept) == target.vocab_size:
+        del tensors["d2t"], tensors["t2d"]
+    return model.settings(target, "LlamaForCausalLMEagle3"), tensors
 
 
-def offline_acceptance(
-    model: Eagle3Drafter, target: FrozenTarget, rows: list[Generation], config: Eagle3Config
-) -> dict[str, float]:
-    """Held-out acceptance of greedy chains of ``config.num_steps`` tokens; see :func:`acceptance.measure`."""
-    model.eval()
-
-    def draft(batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
-        tokens, entries = batch.tokens.to(target.device), anchors.to(target.device) - 1
-        states = target.states(tokens)
-        with torch.autocast(target.device.type, dtype=torch.bfloat16, enabled=config.bfloat16):
-            steps = model.unroll(states, tokens, target.embedding, entries, config.num_steps, own_tokens=True)
-            return torch.stack([model.kept[logits.argmax(-1)] for logits in steps], dim=-1).cpu()
-
-    return measure(rows, draft, config.num_steps)
+def drafts(
+    model: Eagle3Drafter, target: FrozenTarget, tokens: torch.Tensor, anchors: torch.Tensor, num_steps: int
+) -> torch.Tensor:
+    """The greedy chains behind the ``tokens`` [B, T] at ``anchors``: int64 [B, A, num_steps]."""
+    states = target.states(tokens)
+    # An entry stands one position before the token that it brings.
+    steps = model.unroll(states, tokens, target.embedding, anchors - 1, num_steps, own_tokens=True)
+    return torch.stack([model.kept[logits.argmax(-1)] for logits in steps], dim=-1)
 
 
 def train_eagle3(
     data: Path, target_folder: Path, out: Path, config: Eagle3Config, loop: LoopConfig, device: str = "cpu"
 ) -> dict[str, float]:
-    """Train on the generations in ``data`` and write the drafter to ``out/model``; resumes from ``out/state.pt``.
+    """Train on the generations in ``data`` and write ``out/model``; see :func:`drafter_run.train_drafter`.
 
     Args:
-        device: ``cpu``, ``cuda`` or ``auto``; not part of what the run is, so that it may go on elsewhere.
-
-    Returns:
-        The held-out acceptance at the end, also in ``out/acceptance.json`` (empty without ``dev-*`` shards).
+        device: ``cpu``, ``cuda`` or ``auto``.
 
     Raises:
         ValueError: one sentence that names the option and the fix.
@@ -289,30 +187,20 @@ def train_eagle3(
     start = read_start(Path(config.start), settings) if config.start else None
     if start is not None:
         config = replace(config, intermediate_size=start.intermediate_size, draft_vocab_size=len(start.kept))
-    if not 0 < config.draft_vocab_size <= settings.vocab_size:
-        raise ValueError(f"--draft-vocab {config.draft_vocab_size} must lie within 1..{settings.vocab_size}")
     rows = read_generations(data, "train", settings.vocab_size)
+    kept = draft_vocabulary(rows, config.draft_vocab_size, settings.vocab_size) if start is None else start.kept
     causal_lm, _ = load_target(target_folder, torch.float32, place)
     target = FrozenTarget(causal_lm, default_target_layers(settings.num_hidden_layers), config.bfloat16)
-    kept = draft_vocabulary(rows, config.draft_vocab_size, settings.vocab_size)[0] if start is None else start.kept
     model = Eagle3Drafter(config, settings, kept, loop.seed).to(place)
-    with torch.no_grad():
-        model.lm_head.weight.copy_(target.head[model.kept])
+    model.take_head(target.head)
     if start is not None:
         load_start(model, start)
-
-    return run_training(
+    trainee = Trainee(
         "eagle3",
         model,
-        rows=rows,
-        data=data,
-        target_folder=target_folder,
-        vocab_size=settings.vocab_size,
-        out=out,
-        config=config,
-        loop=loop,
-        place=place,
         loss=lambda batch, generator: eagle3_loss(model, target, batch, config, generator),
-        write=lambda: write_drafter(out / "model", *checkpoint(model, config, settings)),
-        acceptance=lambda rows: offline_acceptance(model, target, rows, config),
+        draft=lambda batch, anchors: drafts(model, target, batch.tokens, anchors, config.num_steps),
+        num_drafts=config.num_steps,
+        write=lambda folder: write_drafter(folder, *checkpoint(model, settings)),
     )
+    return train_drafter(Run(data, target_folder, out, config, loop), trainee, target, rows)

@@ -5,28 +5,21 @@ is batched over a preallocated key/value cache, and rows that have ended leave t
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from transformers import AutoTokenizer, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 from transformers.modeling_utils import AttentionInterface
 
 from vllm_crossspec.training.data import IM_END, Row, chat_prompt, read_rows
 from vllm_crossspec.training.generations import Generation, claim, write_shard
+from vllm_crossspec.training.loop import progress_bar
 from vllm_crossspec.training.states import check_target, load_target
 
 _ATTENTION = "crossspec_grouped"
@@ -142,13 +135,8 @@ def generate_batch(
     answers: list[list[int]] = [[] for _ in prompts]
     live = list(range(len(prompts)))
     for step in range(max_new_tokens):
-        hidden = model.model(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=mask[:, None],
-            past_key_values=cache,
-            use_cache=True,
-        ).last_hidden_state
+        inputs = {"input_ids": tokens, "position_ids": positions, "attention_mask": mask[:, None]}
+        hidden = model.model(**inputs, past_key_values=cache, use_cache=True).last_hidden_state
         logits = model.lm_head(hidden[:, -1]).float()
         if heat.any():
             noise = torch.empty_like(logits).exponential_(generator=generator).clamp_(min=1e-20).log_()
@@ -198,14 +186,8 @@ def _answer_shard(model: Any, prompts: Sequence[_Prompt], config: GenerateConfig
     for start in range(0, len(order), config.rows_per_batch):
         chosen = order[start : start + config.rows_per_batch]
         group = [prompts[i] for i in chosen]
-        answers = generate_batch(
-            model,
-            [p.ids for p in group],
-            [p.temperature for p in group],
-            config.max_new_tokens,
-            end_id,
-            generator,
-        )
+        ids, temperatures = [p.ids for p in group], [p.temperature for p in group]
+        answers = generate_batch(model, ids, temperatures, config.max_new_tokens, end_id, generator)
         for index, prompt, answer in zip(chosen, group, answers, strict=True):
             found[index] = Generation(prompt.ids, answer, prompt.category, prompt.temperature == 0.0)
     return [found[i] for i in range(len(prompts))]
@@ -217,15 +199,6 @@ class _Job(NamedTuple):
     path: Path
     prompts: list[_Prompt]
     seed: int
-
-
-class _Work(NamedTuple):
-    """What all shards have in common."""
-
-    target: Path
-    config: GenerateConfig
-    end_id: int
-    threads: int
 
 
 def generate(data: Path, target: Path, out: Path, config: GenerateConfig, *, workers: int = 1, threads: int = 0) -> int:
@@ -252,24 +225,23 @@ def generate(data: Path, target: Path, out: Path, config: GenerateConfig, *, wor
     jobs = _jobs(tokenizer, splits, data, out, config)
     claim(out, "generate.json", asdict(config) | {"target": str(target.resolve())})
     missing = [job for job in jobs if not job.path.exists()]
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    write = partial(_write, target=target, config=config, end_id=end_id, threads=threads)
     total = 0
-    with Progress(*columns, TimeRemainingColumn(), refresh_per_second=0.5) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("generate", total=len(jobs), completed=len(jobs) - len(missing))
-        for tokens in _run_jobs(missing, _Work(target, config, end_id, threads), min(workers, len(missing))):
+        for tokens in _run_jobs(missing, write, min(workers, len(missing))):
             total += tokens
             progress.update(task, advance=1, description=f"generate  {total} tokens")
     return total
 
 
-def _run_jobs(jobs: Sequence[_Job], work: _Work, workers: int) -> Iterator[int]:
+def _run_jobs(jobs: Sequence[_Job], write: Callable[[_Job], int], workers: int) -> Iterator[int]:
     """Write every shard, in this process or in ``workers`` of them; yields the response tokens of each."""
     if workers <= 1:
-        runner = _Runner(work)
-        yield from map(runner, jobs)
+        yield from map(write, jobs)
         return
     with torch.multiprocessing.get_context("spawn").Pool(workers) as pool:
-        yield from pool.imap_unordered(_Runner(work), jobs)
+        yield from pool.imap_unordered(write, jobs)
 
 
 @lru_cache(maxsize=1)
@@ -277,19 +249,13 @@ def _generator_model(target: Path) -> PreTrainedModel:
     return prepare_for_generation(load_target(target, torch.bfloat16)[0])
 
 
-class _Runner:
-    """Writes shards; a process that gets one loads the model at its first shard and keeps it."""
-
-    def __init__(self, work: _Work):
-        self.work = work
-
-    def __call__(self, job: _Job) -> int:
-        if self.work.threads:
-            torch.set_num_threads(self.work.threads)
-        model = _generator_model(self.work.target)
-        rows = _answer_shard(model, job.prompts, self.work.config, self.work.end_id, job.seed)
-        write_shard(job.path, rows)
-        return sum(len(row.response_ids) for row in rows)
+def _write(job: _Job, *, target: Path, config: GenerateConfig, end_id: int, threads: int) -> int:
+    """Write one shard; a process loads the model at its first one and keeps it."""
+    if threads:
+        torch.set_num_threads(threads)
+    rows = _answer_shard(_generator_model(target), job.prompts, config, end_id, job.seed)
+    write_shard(job.path, rows)
+    return sum(len(row.response_ids) for row in rows)
 
 
 def _jobs(tokenizer: Any, splits: dict[str, list[Row]], data: Path, out: Path, config: GenerateConfig) -> list[_Job]:

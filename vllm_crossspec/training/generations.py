@@ -43,6 +43,18 @@ class Batch(NamedTuple):
         """The same batch on ``device``."""
         return Batch(*(x.to(device) for x in self))
 
+    @property
+    def is_asked(self) -> torch.Tensor:
+        """bool [B, T]: the places whose next token is one of the response."""
+        columns = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        return (columns >= self.starts[:, None] - 1) & (columns < self.ends[:, None] - 1)
+
+
+def at(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """x [B, T, ...] at some places of each row, int64 [B, ...]; a place outside of the row is its nearest one."""
+    rows = torch.arange(len(x), device=x.device).view(-1, *[1] * (places.ndim - 1))
+    return x[rows, places.clamp(0, x.shape[1] - 1)]
+
 
 def write_shard(path: Path, rows: Iterable[Generation]) -> None:
     """Write one shard atomically: a file with the final name is always whole."""
@@ -79,6 +91,19 @@ def read_generations(folder: Path, split: str, vocab_size: int) -> list[Generati
             f"--data {folder}: no {split} row has a prompt and two response tokens; train the target further"
         )
     return rows
+
+
+def draft_vocabulary(rows: Sequence[Generation], size: int, vocab_size: int) -> torch.Tensor:
+    """The ``size`` most frequent response tokens, int64, rising.
+
+    Raises:
+        ValueError: there are not so many tokens.
+    """
+    if not 0 < size <= vocab_size:
+        raise ValueError(f"--draft-vocab {size} must lie within 1..{vocab_size}")
+    counts = torch.bincount(torch.tensor([t for r in rows for t in r.response_ids]), minlength=vocab_size)
+    # Ties go to the lower id, so that the same responses always give the same vocabulary.
+    return counts.sort(descending=True, stable=True).indices[:size].sort().values
 
 
 def claim(out: Path, record: str, settings: dict[str, Any], may_change: Collection[str] = ()) -> None:

@@ -12,17 +12,14 @@ from vllm_crossspec.drafters.eagle3.checkpoint import read_facts
 from vllm_crossspec.heads.flashhead.build import Progress
 from vllm_crossspec.heads.flashhead.embedding import open_rows, read_target_ids, tensor_files
 from vllm_crossspec.heads.flashhead.states import render
-from vllm_crossspec.training.eagle3 import Eagle3Config, Eagle3Drafter
+from vllm_crossspec.training.eagle3 import Eagle3Config, Eagle3Drafter, drafts
+from vllm_crossspec.training.start import NAMES
 from vllm_crossspec.training.states import FrozenTarget, load_target
 from vllm_crossspec.types import TargetFacts
 
 DRAFT_STEPS = 7
 """Tokens of a draft."""
 _UNUSED = {"d2t", "t2d"}
-_LAYER = ("input_layernorm", "hidden_norm", "post_attention_layernorm", "self_attn.q_proj", "self_attn.k_proj",
-          "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")  # fmt: skip
-_TENSORS = {"fc.weight", "norm.weight", "lm_head.weight", *(f"midlayer.{name}.weight" for name in _LAYER)}
-"""Of an EAGLE-3 drafter in SafeAILab's format."""
 
 
 def check_drafter_format(folder: Path) -> None:
@@ -31,7 +28,7 @@ def check_drafter_format(folder: Path) -> None:
     Raises:
         ValueError: one sentence: the folder holds no EAGLE-3 drafter in SafeAILab's format.
     """
-    odd = sorted((set(tensor_files(folder, "MODEL")) - _UNUSED) ^ _TENSORS)
+    odd = sorted((set(tensor_files(folder, "MODEL")) - _UNUSED) ^ NAMES)
     if odd:
         raise ValueError(
             f"MODEL {folder} is no EAGLE-3 drafter in SafeAILab's format ({odd[0]}), so that its states cannot be had "
@@ -79,13 +76,8 @@ def drafted_states(
         inputs = render(tokenizer, prompt).to(device)
         with torch.no_grad():
             tokens = target.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
-            # An entry stands one position before the token that it brings.
-            anchors = torch.arange(inputs["input_ids"].shape[1] - 1, tokens.shape[1] - 1, device=device)[None]
-            steps = drafter.unroll(
-                frozen.states(tokens), tokens, frozen.embedding, anchors, DRAFT_STEPS, own_tokens=True
-            )
-            for _ in steps:
-                pass
+            anchors = torch.arange(inputs["input_ids"].shape[1], tokens.shape[1], device=device)[None]
+            drafts(drafter, frozen, tokens, anchors, DRAFT_STEPS)
         if progress is not None:
             progress("answers and drafts", done, len(prompts))
     hook.remove()
@@ -97,19 +89,14 @@ def _load(folder: Path, target: PreTrainedModel, device: torch.device) -> tuple[
     config, settings = json.loads((folder / "config.json").read_text()), target.config
     known = TargetFacts(str(folder), settings.hidden_size, settings.vocab_size, settings.num_hidden_layers)
     facts = read_facts(config, "MODEL", known)
-    tensors: dict[str, torch.Tensor] = {}
+    own: dict[str, torch.Tensor] = {}
     for name, file in tensor_files(folder, "MODEL").items():
-        with open_rows(file, name, "MODEL") as rows:
-            tensors[name] = rows[:]
+        if name not in _UNUSED:
+            with open_rows(file, name, "MODEL") as rows:
+                own[name] = rows[:].float()
     kept = read_target_ids(folder)
-    recipe = Eagle3Config(
-        intermediate_size=config.get("intermediate_size", 0),
-        draft_vocab_size=facts.draft_vocab_size,
-        num_steps=DRAFT_STEPS,
-        bfloat16=False,
-    )
+    recipe = Eagle3Config(intermediate_size=config.get("intermediate_size", 0))
     drafter = Eagle3Drafter(recipe, settings, torch.arange(settings.vocab_size) if kept is None else kept, seed=0)
-    own = {name: tensor.float() for name, tensor in tensors.items() if name not in _UNUSED}
     try:
         drafter.load_state_dict(own | {"kept": drafter.kept})
     except RuntimeError as error:

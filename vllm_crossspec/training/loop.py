@@ -4,6 +4,7 @@ Matrices are trained with Muon and everything else with AdamW (both from torch),
 stays, and decays linearly over the last part of the run.
 """
 
+import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -12,14 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +111,7 @@ class Trainer:
     def run(self, title: str, stop_at: int | None = None) -> None:
         """Train to the end, or to step ``stop_at``; the state on disk is then resumable."""
         last = self.config.steps if stop_at is None else min(stop_at, self.config.steps)
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, TimeRemainingColumn(), refresh_per_second=0.5) as progress:
+        with progress_bar() as progress:
             task = progress.add_task(title, total=self.config.steps, completed=self.step)
             while self.step < last:
                 figures = self._train_step()
@@ -179,26 +172,45 @@ class Trainer:
             next(self.data)
 
 
-def draw_loss(log: list[dict[str, float]], path: Path) -> None:
-    """Draw the training loss (smoothed) and every evaluated figure over the steps."""
-    import matplotlib
+def progress_bar() -> Progress:
+    """A bar with what is done, of how many, and times."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*columns, TimeRemainingColumn(), refresh_per_second=0.5)
 
+
+@contextlib.contextmanager
+def picture(path: Path, rows: int = 1, columns: int = 1, **options: Any) -> Iterator[Any]:
+    """The axes of a figure of matplotlib; written to ``path``, a .png or .svg file, when all is drawn.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise ValueError('pictures need matplotlib: run `pip install "vllm-crossspec[train]"`') from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    steps = [line["step"] for line in log]
-    smooth, value = [], log[0]["loss"]
-    for line in log:
-        value = 0.95 * value + 0.05 * line["loss"]
-        smooth.append(value)
-    axes.plot(steps, smooth, label="train (smoothed)", linewidth=1.2)
-    for key in sorted({k for line in log for k in line if k.startswith("dev")}):
-        points = [(line["step"], line[key]) for line in log if key in line]
-        axes.plot(*zip(*points, strict=True), marker=".", label=key)
-    axes.set_xlabel("step")
-    axes.set_ylabel("loss (nats a token)")
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
+    figure, axes = plt.subplots(rows, columns, layout="constrained", **options)
+    yield axes
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def draw_loss(log: list[dict[str, float]], path: Path) -> None:
+    """Draw the training loss (smoothed) and every evaluated figure over the steps."""
+    with picture(path, figsize=(8, 4.5)) as axes:
+        steps = [line["step"] for line in log]
+        smooth, value = [], log[0]["loss"]
+        for line in log:
+            value = 0.95 * value + 0.05 * line["loss"]
+            smooth.append(value)
+        axes.plot(steps, smooth, label="train (smoothed)", linewidth=1.2)
+        for key in sorted({k for line in log for k in line if k.startswith("dev")}):
+            points = [(line["step"], line[key]) for line in log if key in line]
+            axes.plot(*zip(*points, strict=True), marker=".", label=key)
+        axes.set_xlabel("step")
+        axes.set_ylabel("loss (nats a token)")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=8)

@@ -1,7 +1,6 @@
 """Pictures of records: thresholds against what they are worth, and one text drafter by drafter."""
 
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -9,43 +8,24 @@ from vllm_crossspec.adaptive.calibration import Calibration as BinCalibration
 from vllm_crossspec.adaptive.cart import fully_accepted
 from vllm_crossspec.adaptive.rounds import Rounds
 from vllm_crossspec.training.calibration import OVERALL, Calibration
+from vllm_crossspec.training.loop import picture
 
 COLOURS = ("tab:orange", "tab:blue", "tab:green", "tab:red", "tab:purple", "tab:brown")
 
 
-def _pyplot() -> Any:
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ValueError('pictures need matplotlib: run `pip install "vllm-crossspec[train]"`') from None
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    return plt
-
-
 def draw_calibration(found: Calibration, drafters: tuple[str, ...], policy: str, value_name: str, path: Path) -> None:
     """Worth along each threshold, by category; the overall best is marked."""
-    plt = _pyplot()
     unit = "nats" if policy == "entropy" else "tokens"
-    figure, panels = plt.subplots(1, len(found.grid), figsize=(7 * len(found.grid), 4.5), layout="constrained")
-    for i, axes in enumerate([panels] if len(found.grid) == 1 else panels):
-        for name, curves in found.curves.items():
-            strong = name == OVERALL
-            axes.plot(
-                found.grid[i],
-                curves[i],
-                label=name,
-                linewidth=2.2 if strong else 1.2,
-                color="black" if strong else None,
-            )
-        axes.axvline(found.overall.thresholds[i], color="grey", linestyle="--", linewidth=1)
-        axes.set_xlabel(f"{policy} threshold of {drafters[i]} against {drafters[-1]} ({unit})")
-        axes.set_ylabel(value_name)
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with picture(path, 1, len(found.grid), figsize=(7 * len(found.grid), 4.5)) as panels:
+        for i, axes in enumerate([panels] if len(found.grid) == 1 else panels):
+            for name, curves in found.curves.items():
+                strong = {"linewidth": 2.2, "color": "black"} if name == OVERALL else {"linewidth": 1.2}
+                axes.plot(found.grid[i], curves[i], label=name, **strong)
+            axes.axvline(found.overall.thresholds[i], color="grey", linestyle="--", linewidth=1)
+            axes.set_xlabel(f"{policy} threshold of {drafters[i]} against {drafters[-1]} ({unit})")
+            axes.set_ylabel(value_name)
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)
 
 
 def draw_bins(rounds: Rounds, bins: BinCalibration, path: Path) -> None:
@@ -58,21 +38,18 @@ def draw_bins(rounds: Rounds, bins: BinCalibration, path: Path) -> None:
         bins: what was fitted.
         path: of the .png or .svg file.
     """
-    plt = _pyplot()
     full = fully_accepted(rounds, bins.tree.depth)
-    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 6), sharex=True, layout="constrained")
-    above.scatter(rounds.phi[full], rounds.rank[full], s=5, alpha=0.4, color="tab:blue")
-    above.set_ylabel("terminal confidence rank\n(fully accepted paths)")
-    edges = [0.0, *bins.thresholds, float(rounds.phi.nan_to_num(0.0).max())]
-    below.stairs([one.mean_accepted for one in bins.bins], edges, fill=True, alpha=0.4, color="tab:orange")
-    below.set_ylabel("accepted draft tokens\n(mean of all rounds)")
-    below.set_xlabel("Phi (nats)")
-    for axes in (above, below):
-        for threshold in bins.thresholds:
-            axes.axvline(threshold, color="grey", linestyle="--", linewidth=1)
-        axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with picture(path, 2, 1, figsize=(8, 6), sharex=True) as (above, below):
+        above.scatter(rounds.phi[full], rounds.rank[full], s=5, alpha=0.4, color="tab:blue")
+        above.set_ylabel("terminal confidence rank\n(fully accepted paths)")
+        edges = [0.0, *bins.thresholds, float(rounds.phi.nan_to_num(0.0).max())]
+        below.stairs([one.mean_accepted for one in bins.bins], edges, fill=True, alpha=0.4, color="tab:orange")
+        below.set_ylabel("accepted draft tokens\n(mean of all rounds)")
+        below.set_xlabel("Phi (nats)")
+        for axes in (above, below):
+            for threshold in bins.thresholds:
+                axes.axvline(threshold, color="grey", linestyle="--", linewidth=1)
+            axes.grid(alpha=0.3)
 
 
 def draw_trace(
@@ -89,20 +66,17 @@ def draw_trace(
         title: of the picture.
         path: of the .png or .svg file.
     """
-    plt = _pyplot()
-    figure, axes = plt.subplots(figsize=(max(7.0, 0.12 * len(lengths)), 4), layout="constrained")
-    for index, name in enumerate(drafters):
-        colour = COLOURS[index % len(COLOURS)]
-        axes.step(
-            range(len(lengths)), lengths[:, index], where="mid", color=colour, linewidth=1.0, alpha=0.7, label=name
-        )
-        chosen = [place for place, drafter in rounds if drafter == index]
-        axes.scatter(chosen, lengths[chosen, index], color=colour, s=22, zorder=3, label=f"{name}, chosen")
-    axes.set_xlabel("token of the answer")
-    axes.set_ylabel("acceptance length (tokens)")
-    axes.set_ylim(bottom=0)
-    axes.set_title(title, fontsize=9)
-    axes.grid(alpha=0.3)
-    figure.legend(fontsize=8, ncols=2 * len(drafters), loc="outside lower center")
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    with picture(path, figsize=(max(7.0, 0.12 * len(lengths)), 4)) as axes:
+        for index, name in enumerate(drafters):
+            colour = COLOURS[index % len(COLOURS)]
+            axes.step(
+                range(len(lengths)), lengths[:, index], where="mid", color=colour, linewidth=1.0, alpha=0.7, label=name
+            )
+            chosen = [place for place, drafter in rounds if drafter == index]
+            axes.scatter(chosen, lengths[chosen, index], color=colour, s=22, zorder=3, label=f"{name}, chosen")
+        axes.set_xlabel("token of the answer")
+        axes.set_ylabel("acceptance length (tokens)")
+        axes.set_ylim(bottom=0)
+        axes.set_title(title, fontsize=9)
+        axes.grid(alpha=0.3)
+        axes.figure.legend(fontsize=8, ncols=2 * len(drafters), loc="outside lower center")

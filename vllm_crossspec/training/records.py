@@ -16,16 +16,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, load_file, save_file
+from safetensors.torch import load_file
 
-FORMAT_VERSION = 1
-INDEX_FILE, SHARD_PATTERN = "records.json", "shard-*.safetensors"
+from vllm_crossspec.shards import FORMAT_VERSION, Steps, joined_steps, read_shards
+from vllm_crossspec.shards import shard_path as shard_path
+from vllm_crossspec.shards import write_shard as write_file
+
+INDEX_FILE = "records.json"
+NAMES = ("entropy", "lengths", "known")
+"""Tensors of a shard beside the hidden states, which may not fit the memory."""
 NO_TOKEN = -2
 """Stands for a token past the end of a text; dead draft nodes are -1, so that nothing equals it."""
-
-Steps = Sequence[tuple[Sequence[str], bytes]]
-"""What the engine's record mode hands out: request ids, and tensors (see ``engine.speculators.recording``)."""
 
 
 class Facts(NamedTuple):
@@ -141,7 +142,7 @@ def assemble(steps: Steps, answers: Mapping[int, Answer], facts: Facts) -> dict[
     """The tensors of a shard from what the engine recorded, sorted by text and position.
 
     Args:
-        steps: of the shard's requests, whose ids begin with the text's number and a hyphen, as vLLM makes them.
+        steps: of the shard's requests (see ``engine.speculators.recording``).
         answers: by text number.
         facts: of the collection.
 
@@ -152,9 +153,7 @@ def assemble(steps: Steps, answers: Mapping[int, Answer], facts: Facts) -> dict[
     Raises:
         RuntimeError: a token of a text has no record.
     """
-    numbers = torch.tensor([int(name.split("-")[0]) for ids, _ in steps for name in ids], dtype=torch.int64)
-    loaded = [load(content) for _, content in steps]
-    data = {name: torch.cat([part[name] for part in loaded]) for name in (loaded[0] if loaded else ())}
+    numbers, data = joined_steps(steps)
     rows, numbers, positions = _wanted_rows(numbers, data, answers)
     depth = max(facts.depths)
     truth, known = _following(numbers, positions, answers, depth)
@@ -224,22 +223,14 @@ def _following(
 # -- files ----------------------------------------------------------------------------------------------------
 
 
-def shard_path(folder: Path, number: int) -> Path:
-    """File of a shard."""
-    return folder / f"shard-{number:05d}.safetensors"
+def _facts(found: Mapping[str, Any]) -> Facts:
+    return Facts(found["model"], found["hidden_size"], tuple(found["drafters"]), tuple(found["depths"]))
 
 
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], answers: Mapping[int, Answer], facts: Facts) -> None:
     """Write a shard whole or not at all."""
     texts = [[n, a.category, max(len(a.token_ids) - 1, 0), a.reason] for n, a in sorted(answers.items())]
-    metadata = {
-        "format_version": str(FORMAT_VERSION),
-        "facts": json.dumps(facts._asdict()),
-        "texts": json.dumps(texts),
-    }
-    new = path.with_suffix(".new")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new, metadata)
-    new.replace(path)
+    write_file(path, tensors, facts._asdict(), texts)
 
 
 def claim(folder: Path, settings: Mapping[str, Any], index_file: str = INDEX_FILE, option: str = "--out") -> None:
@@ -296,46 +287,20 @@ def read_records(folder: str | Path, key: str = "--records") -> Records:
     Raises:
         ValueError: no such folder, no records in it, a damaged shard, or shards of different drafters.
     """
-    folder = Path(folder).expanduser()
-    if not (folder / INDEX_FILE).is_file():
-        raise ValueError(f"{key} {folder} holds no {INDEX_FILE}; give a folder that `crossspec collect` wrote")
-    paths = sorted(folder.glob(SHARD_PATTERN))
-    if not paths:
-        raise ValueError(f"{key} {folder} holds no finished shard yet; let `crossspec collect` go on")
-    facts, texts, shards, parts, row = None, [], [], [], 0
-    for path in paths:
-        found, listed, tensors = _read_shard(path)
-        if facts is not None and found != facts:
-            raise ValueError(f"{key}: {path} and {paths[0]} are of different drafters or targets; keep them apart")
-        facts, first = found, row
+    facts, found = read_shards(Path(folder).expanduser() / INDEX_FILE, key, "collect", NAMES, _facts)
+    texts, shards, row = [], [], 0
+    for path, listed, tensors in found:
+        first = row
         for number, category, count, _ in listed:
             if count:
                 texts.append(Text(number, category, row, row + count))
                 row += count
-        if row - first != len(tensors["entropy"]):
-            raise ValueError(
-                f"{key}: {path} lists {row - first} records and holds {len(tensors['entropy'])}; delete it"
-            )
+        held = len(tensors["entropy"])
+        if row - first != held:
+            raise ValueError(f"{key}: {path} lists {row - first} records and holds {held}; delete it")
         shards.append(Shard(path, first, row))
-        parts.append(tensors)
-    assert facts is not None
-    joined = {name: torch.cat([part[name] for part in parts]) for name in ("entropy", "lengths", "known")}
-    return Records(
-        facts, tuple(texts), tuple(shards), joined["entropy"], joined["lengths"].long(), joined["known"].long()
-    )
-
-
-def _read_shard(path: Path) -> tuple[Facts, list[tuple[int, str, int, str]], dict[str, torch.Tensor]]:
-    try:
-        with safe_open(path, "pt") as file:
-            metadata = file.metadata() or {}
-            facts = json.loads(metadata["facts"])
-            texts = [tuple(text) for text in json.loads(metadata["texts"])]
-            tensors = {name: file.get_tensor(name) for name in ("entropy", "lengths", "known")}
-    except (SafetensorError, KeyError, json.JSONDecodeError) as problem:
-        raise ValueError(f"{path} is no whole shard of records ({problem}); delete it and collect again") from problem
-    names, depths = tuple(facts["drafters"]), tuple(facts["depths"])
-    return Facts(facts["model"], facts["hidden_size"], names, depths), texts, tensors
+    entropy, lengths, known = (torch.cat([shard.tensors[name] for shard in found]) for name in NAMES)
+    return Records(facts, tuple(texts), tuple(shards), entropy, lengths.long(), known.long())
 
 
 def hidden_states(shards: Sequence[Shard]) -> Iterator[tuple[Shard, torch.Tensor]]:

@@ -15,20 +15,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from vllm_crossspec.router import simulate
 from vllm_crossspec.router.checkpoint import EntropyGain, RouterCheckpoint, RouterFacts, middle_size
 from vllm_crossspec.router.costs import auto_thresholds
-from vllm_crossspec.router.simulate import (
-    Outcome,
-    Trajectories,
-    Value,
-    always,
-    by_entropy,
-    by_gain,
-    oracle_by_group,
-    oracle_token,
-    visits,
-    walk,
-)
+from vllm_crossspec.router.simulate import Outcome, Trajectories, Value
 from vllm_crossspec.training.records import Records, Shard, Text, hidden_states
 
 Progress = Callable[[int, int, float | None], None]
@@ -189,7 +179,7 @@ def train_router(
         drafters=records.facts.drafters,
         target=records.facts.model,
         mean_lengths=tuple(
-            walk(trajectories(records, split.train), always(i)).acceptance_length
+            simulate.walk(trajectories(records, split.train), simulate.always(i)).acceptance_length
             for i in range(len(records.facts.drafters))
         ),
         entropy_gain=fit_entropy_gain(records.entropy[rows], gains_of(records)[rows], weights[rows]),
@@ -203,7 +193,7 @@ def _weights(records: Records, texts: Sequence[Text], rows: torch.Tensor, weight
     """float32 [M], 1 on the average of the rows."""
     if weighting == "uniform":
         return torch.ones(len(rows))
-    weights = visits(trajectories(records, texts)).float()
+    weights = simulate.visits(trajectories(records, texts)).float()
     return weights / weights[rows].mean()
 
 
@@ -360,12 +350,12 @@ def _report(records: Records, split: Split, gains: torch.Tensor, facts: RouterFa
     paths, others = trajectories(records, texts), gains.shape[1]
     entropy = auto_thresholds("entropy", None, facts, others + 1)[0]
     outcomes: dict[str, Outcome] = {
-        name: walk(paths, always(index)) for index, name in enumerate(records.facts.drafters)
+        name: simulate.walk(paths, simulate.always(index)) for index, name in enumerate(records.facts.drafters)
     }
-    outcomes["entropy, auto"] = walk(paths, by_entropy(records.entropy, entropy))
-    outcomes["neural, 0"] = walk(paths, by_gain(gains, [0.0] * others))
+    outcomes["entropy, auto"] = simulate.walk(paths, simulate.by_entropy(records.entropy, entropy))
+    outcomes["neural, 0"] = simulate.walk(paths, simulate.by_gain(gains, [0.0] * others))
     one_each = [[i] for i in range(len(texts))]
-    outcomes["oracle-prompt"] = walk(paths, oracle_by_group(paths, one_each, Value()))
-    outcomes["oracle-token"] = walk(paths, oracle_token(paths, Value()))
+    outcomes["oracle-prompt"] = simulate.walk(paths, simulate.oracle_by_group(paths, one_each, Value()))
+    outcomes["oracle-token"] = simulate.walk(paths, simulate.oracle_token(paths, Value()))
     lengths = {name: outcome.acceptance_length for name, outcome in outcomes.items()}
     return Report(tuple(r2.tolist()), lengths, len(texts), int(rows.sum()))

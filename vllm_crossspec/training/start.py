@@ -8,11 +8,12 @@ from safetensors.torch import load_file
 
 from vllm_crossspec.drafters.checkpoint import check_drafter, read_config, require
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
+from vllm_crossspec.training.blocks import head_dim
 from vllm_crossspec.types import TargetFacts
 
 KEY = "--start"
 _REMEDY = "give an EAGLE-3 drafter that `crossspec train eagle3` made for this target"
-_NAMES = frozenset(
+NAMES = frozenset(
     (
         "fc.weight",
         "lm_head.weight",
@@ -22,6 +23,7 @@ _NAMES = frozenset(
         *(f"midlayer.{x}.weight" for x in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),
     )
 )
+"""Tensors of a drafter in SafeAILab's format, beside ``d2t`` and ``t2d``."""
 
 
 class Start(NamedTuple):
@@ -72,7 +74,7 @@ def read_start(folder: Path, target: Any, key: str = KEY) -> Start:
     if "d2t" not in tensors and found.draft_vocab_size < target.vocab_size:
         raise ValueError(f"{key} {folder}: d2t is missing in {weights.name}, which tells its tokens; {_REMEDY}")
     offsets = tensors.pop("d2t", torch.zeros(target.vocab_size, dtype=torch.int64))
-    wrong = sorted(_NAMES ^ tensors.keys())
+    wrong = sorted(NAMES ^ tensors.keys())
     if wrong:
         what = "does not belong there" if wrong[0] in tensors else "is missing"
         raise ValueError(f"{key} {folder}: {wrong[0]} {what} in {weights.name}; {_REMEDY}")
@@ -91,14 +93,9 @@ def _check_attention(settings: dict[str, Any], folder: Path, target: Any, key: s
         "rope_theta": settings.get("rope_theta") or rope.get("rope_theta"),
         "rms_norm_eps": settings.get("rms_norm_eps"),
     }
-    wanted = {
-        "num_attention_heads": target.num_attention_heads,
-        "num_key_value_heads": target.num_key_value_heads,
-        "head_dim": getattr(target, "head_dim", None) or target.hidden_size // target.num_attention_heads,
-        "rope_theta": target.rope_parameters["rope_theta"],
-        "rms_norm_eps": target.rms_norm_eps,
-    }
-    for name, value in wanted.items():
+    given = {"head_dim": head_dim(target), "rope_theta": target.rope_parameters["rope_theta"]}
+    for name in found:
+        value = given[name] if name in given else getattr(target, name)
         if found[name] != value:
             raise ValueError(f"{key} {folder} has {name} {found[name]}, but the target has {value}; {_REMEDY}")
 

@@ -96,17 +96,21 @@ class FrozenTarget:
         """Whether the model's attention is FlexAttention, which takes its masks as blocks."""
         return bool(self.model.config._attn_implementation == "flex_attention")
 
+    def autocast(self) -> Any:
+        """The context in which this target and what is trained beside it compute."""
+        return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bfloat16)
+
     @torch.no_grad()
     def states(self, tokens: torch.Tensor) -> States:
         """Run the target over right-padded ``tokens`` int64 [B, T]; causal attention needs no padding mask."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
+        with self.autocast():
             out = self.model.model(input_ids=tokens, use_cache=False, output_hidden_states=True)
         return self._states(out)
 
     @torch.no_grad()
     def states_and_cache(self, tokens: torch.Tensor) -> tuple[States, list[tuple[torch.Tensor, torch.Tensor]]]:
         """As :meth:`states`, and the keys and values [B, heads, T, head size] of every layer."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
+        with self.autocast():
             out = self.model.model(input_ids=tokens, use_cache=True, output_hidden_states=True)
         return self._states(out), [(layer.keys, layer.values) for layer in out.past_key_values.layers]
 
@@ -121,9 +125,8 @@ class FrozenTarget:
             temperature: of the distributions.
             kept: int64 ids of the tokens that they are restricted to; None: the whole vocabulary.
         """
-        columns = torch.arange(batch.tokens.shape[1], device=self.device)
-        wanted = (columns >= batch.starts[:, None] - 1) & (columns < batch.ends[:, None] - 1)
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bfloat16):
+        wanted = batch.is_asked
+        with self.autocast():
             logits = F.linear(states.last[wanted], self.head)
         index = wanted.flatten().cumsum(0).view(wanted.shape) - 1
         some = logits if kept is None else logits[:, kept]

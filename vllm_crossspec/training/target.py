@@ -1,6 +1,5 @@
 """The pocket target: a small Qwen3-architecture model on chat, math, code, agentic text and Python sources."""
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from vllm_crossspec.training.blocks import replacing
 from vllm_crossspec.training.data import END_OF_TEXT, IM_END, Row, batches, chat_prompt, read_rows, read_texts
 from vllm_crossspec.training.loop import LoopConfig, Trainer
 from vllm_crossspec.training.tokenizer import train_tokenizer
@@ -148,12 +148,9 @@ def _tokenizer(rows: Any, texts: Any, out: Path, config: TargetConfig, seed: int
 
 
 def export(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Write ``model`` in bfloat16 with its tokenizer, replacing ``folder`` in one rename."""
-    fresh = folder.with_name(folder.name + ".new")
-    shutil.rmtree(fresh, ignore_errors=True)
+    """Write ``model`` in bfloat16 with its tokenizer in place of ``folder``."""
     half = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
     half.load_state_dict({k: v.to(torch.bfloat16) for k, v in model.state_dict().items()})
-    half.save_pretrained(fresh)
-    tokenizer.save_pretrained(fresh)
-    shutil.rmtree(folder, ignore_errors=True)
-    fresh.rename(folder)
+    with replacing(folder) as fresh:
+        half.save_pretrained(fresh)
+        tokenizer.save_pretrained(fresh)
