@@ -23,11 +23,12 @@ CUDA_ONLY := torchaudio torchcodec torchvision
 HAS_TRITON_CPU := import importlib.metadata as m, sys; sys.exit(not any(e.name == "cpu" \
 	and e.dist.name != "crossspec-cpu-lane" for e in m.entry_points(group="triton.backends")))
 
-.PHONY: help venv demo test lint clean
+.PHONY: help venv demo test quick lint clean
 
 help:
 	@echo "make demo   generate with the pocket models, plainly and with the main methods, and compare"
 	@echo "make test   run the tests"
+	@echo "make quick  run those that take a minute together: no engine, no compiler, no training"
 	@echo "make lint   ruff and mypy"
 	@echo "make venv   make .venv and install everything (the others do this first)"
 	@echo "make clean  remove .venv and what builds leave behind"
@@ -39,6 +40,9 @@ demo: $(STAMP)
 
 test: $(STAMP)
 	$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+quick: $(STAMP)
+	$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder -q -m "not e2e and not slow and not interpreted" $(ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

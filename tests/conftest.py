@@ -17,6 +17,9 @@ LONGEST = (
 )  # fmt: skip
 """Files that take about twenty seconds or more, the longest first: none of them may be what a worker begins last."""
 
+SLOW = ("test_cpu_", "test_continuity", "test_tail_attention", "test_training_confu_runs")
+"""Beginnings of files that are not for a minute's run: whoever works on what they test names them."""
+
 _RECORDER = pytest.StashKey[Any]()
 
 for _name, _value in {
@@ -64,6 +67,9 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Workers begin with the files that take longest, and keep the order of each file's tests."""
+    for item in items:
+        if Path(item.path).stem.startswith(SLOW) or "hopper" in item.name:
+            item.add_marker(pytest.mark.slow)
     if "PYTEST_XDIST_WORKER" in os.environ:
         rank = {name: i for i, name in enumerate(LONGEST)}
         items.sort(key=lambda item: rank.get(Path(item.path).stem, len(LONGEST)))

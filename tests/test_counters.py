@@ -46,7 +46,7 @@ def test_kernel_equals_naive(seed, slots, rows, positions, drafters):
 
 def test_contemplate_rows_are_no_drafts():
     """15 drafts of the scheduler's are 7 nodes, and 8 contemplate rows that are always rejected."""
-    counters = AcceptanceCounters(("a",), 4, num_positions=7, device=torch.device(DEVICE), contemplates=True)
+    counters = AcceptanceCounters(("a",), 4, num_positions=7, device=torch.device(DEVICE), rows_per_node=2)
     slots = torch.tensor([2], dtype=torch.int32, device=DEVICE)
     counters.mark_drafted(slots, 0)
     one = [torch.tensor([v], dtype=torch.int32, device=DEVICE) for v in (2, 3, 13)]

@@ -104,6 +104,7 @@ def test_rounds_go_through_every_response():
         assert (found.tokens[row], found.rounds[row]) == (at, rounds)
 
 
+@pytest.mark.slow
 def test_places_are_where_rounds_begin(responses, target, drafter):
     """Contexts, continuations and marginals of every place, against each response on its own."""
     rows = greedy_rows(responses)

@@ -79,6 +79,7 @@ def test_memory_and_pieces_change_nothing(tmp_path, size, memory, piece_size):
     assert make_store(tmp_path, ids, 3, "other", memory, piece_size=piece_size).read_bytes() == wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["processes", "ray"])
 def test_workers_change_nothing(tmp_path, monkeypatch, kind):
     if kind == "ray":
@@ -225,6 +226,7 @@ def test_without_numba(tmp_path, monkeypatch):
     torch.testing.assert_close(plain.log_probs, wanted.log_probs, rtol=0, atol=ROUNDING)
 
 
+@pytest.mark.slow
 def test_the_kernel_compiles_for_a_gpu(tmp_path):
     """It runs interpreted above; here Triton's compiler has to take every variant."""
     path = make_store(tmp_path, random_tokens(7, 400), 4)

@@ -184,6 +184,7 @@ builder.build(builder.make_plan([folder / "ids.npy"], vocab_size=40, piece_size=
 """
 
 
+@pytest.mark.slow
 def test_a_killed_build_goes_on(tmp_path, monkeypatch):
     ids = random_tokens(9, 1000)
     wanted = built(tmp_path, ids, 3).read_bytes()
@@ -276,6 +277,7 @@ def test_commands_refuse_in_one_sentence(tmp_path, arguments, says):
     assert "\n" not in str(problem.value)
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs(tmp_path):
     script = Path(__file__).parents[1] / "benchmarks" / "ngram_lookup.py"
     command = [sys.executable, str(script), "--nodes", "0.02", "--rows", "50", "--runs", "1"]

@@ -393,6 +393,7 @@ if len(job["shards"]) > 2:
 """
 
 
+@pytest.mark.slow
 def test_only_missing_shards_are_asked_for_again(tmp_path, capsys, monkeypatch):
     """The engine's process is played by a script that dies at the third shard."""
     (tmp_path / "played_collection.py").write_text(PLAYED_ENGINE)

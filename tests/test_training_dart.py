@@ -213,6 +213,7 @@ def test_drafters_draft_alike_with_flex_attention(target, config, bfloat16):
     assert (flex - dense).abs().max() < (0.1 if bfloat16 else TOLERANCE) * dense.float().std()
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_compiled_flex_attention_takes_every_length(monkeypatch):
     """As a GPU gets it, but for the code that it is compiled to: no batch of another length is compiled anew."""
