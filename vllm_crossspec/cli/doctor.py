@@ -19,6 +19,7 @@ from rich.table import Table
 
 from vllm_crossspec.cli.demo import METHODS, POCKET, POCKET_FILES, pocket_folders
 from vllm_crossspec.cli.meta import GIB
+from vllm_crossspec.cli.options import write_json
 from vllm_crossspec.twins import runs_kernels
 
 PLUGIN, PLUGIN_GROUP = "crossspec", "vllm.general_plugins"
@@ -58,9 +59,7 @@ def doctor(
     every place where it touches vLLM, the pocket models, and memory. Exit code 1 where something must be fixed.
     """
     checks = examine()
-    if json_file is not None:
-        document = {"checks": [asdict(check) for check in checks], "can_run": can_run(checks)}
-        json_file.write_text(json.dumps(document, indent=2) + "\n")
+    write_json(json_file, {"checks": [asdict(check) for check in checks], "can_run": can_run(checks)})
     _print(checks)
     if any(check.status == FAIL for check in checks):
         raise typer.Exit(1)

@@ -1,6 +1,5 @@
 """`crossspec flashhead`: makes, describes and judges the clusters of FlashHead, a drafter's quick output layer."""
 
-import json
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,7 +9,10 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_crossspec.cli.stages import stage_bars
+from vllm_crossspec.cli.demo import POCKET
+from vllm_crossspec.cli.options import integers, write_json
+from vllm_crossspec.cli.prompts import read_prompts
+from vllm_crossspec.cli.stages import facts_table, stage_bars
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     import torch
@@ -19,7 +21,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from vllm_crossspec.heads.flashhead.build import Progress as Report
     from vllm_crossspec.heads.flashhead.quality import Ranks
 
-PROMPTS = Path(__file__).resolve().parents[1] / "pocket" / "prompts.jsonl"
+PROMPTS = POCKET / "prompts.jsonl"
 
 app = typer.Typer(
     name="flashhead",
@@ -113,11 +115,10 @@ def build(
         made = files.Assets(centroids, members, ids, probes or files.default_probes(num_clusters), facts)
         if recall is not None:
             ranks = _ranks(model, target, weight, made, texts, new_tokens, report)
-            num_probes = least_probes(ranks, recall)
             facts |= {"recall": recall, "measured_on": len(ranks.ranks)}
-            made = made._replace(num_probes=num_probes)
+            made = made._replace(num_probes=least_probes(ranks, recall))
     files.save_assets(out, made)
-    console = _console()
+    console = Console()
     console.print(_description(out, made))
     if recall is not None:
         console.print(_curve(ranks, None, _numbers_to_show(made, None)))
@@ -136,7 +137,7 @@ def info(
     from vllm_crossspec.heads.flashhead.embedding import read_output_embedding
 
     shape = tuple(read_output_embedding(model, "--model").shape) if model is not None else (None, None)
-    _console().print(_description(assets, read_assets(assets, vocab_size=shape[0], hidden_size=shape[1], key="ASSETS")))
+    Console().print(_description(assets, read_assets(assets, vocab_size=shape[0], hidden_size=shape[1], key="ASSETS")))
 
 
 @app.command()
@@ -176,10 +177,9 @@ def recall(
     texts = _texts(prompts, model, target)
     with stage_bars() as report:
         ranks = _ranks(model, target, weight, read, texts, new_tokens, report)
-    _console().print(_curve(ranks, margin, numbers))
-    if json_file is not None:
-        rows = [at(ranks, number, margin)._asdict() for number in numbers]
-        json_file.write_text(json.dumps({"states": len(ranks.ranks), "margin": margin, "rows": rows}, indent=2) + "\n")
+    Console().print(_curve(ranks, margin, numbers))
+    rows = [at(ranks, number, margin)._asdict() for number in numbers]
+    write_json(json_file, {"states": len(ranks.ranks), "margin": margin, "rows": rows})
 
 
 # -- shared pieces --------------------------------------------------------------------------------------------
@@ -187,8 +187,6 @@ def recall(
 
 def _texts(prompts: Path, model: Path, target: Path | None) -> list[str]:
     """What to ask the model, before anything heavy starts."""
-    from vllm_crossspec.cli.prompts import read_prompts
-
     if find_spec("transformers") is None:
         raise ValueError('recall needs transformers: run `pip install "vllm-crossspec[train]"`')
     from vllm_crossspec.drafters.checkpoint import kind_of
@@ -254,7 +252,7 @@ def _numbers_to_show(assets: "Assets", given: str | None) -> list[int]:
 
     if given is None:
         return sorted({*usual_probes(len(assets.members)), assets.num_probes})
-    return _integers(given, "--probes")
+    return integers("--probes", given, "whole numbers")
 
 
 def _curve(ranks: "Ranks", margin: float | None, numbers: list[int]) -> Table:
@@ -272,32 +270,19 @@ def _curve(ranks: "Ranks", margin: float | None, numbers: list[int]) -> Table:
 def _description(path: Path, assets: "Assets") -> Table:
     num_clusters, size = assets.members.shape
     width = assets.centroids.shape[1]
-    table = Table(title=str(path), show_header=False)
     scored = num_clusters + assets.num_probes * size + len(assets.special_token_ids)
-    for name, value in {
+    facts = {
         "vocabulary": f"{assets.vocab_size:,} tokens of width {width:,}",
         "clusters": f"{num_clusters:,} of {size} tokens",
         "probed": f"{assets.num_probes:,}, so {scored:,} rows are scored, {assets.vocab_size / scored:.1f} times fewer",
         "special tokens": ", ".join(map(str, assets.special_token_ids)) or "none",
         "made": ", ".join(f"{key} {value}" for key, value in assets.facts.items()) or "elsewhere",
-    }.items():
-        table.add_row(name, value)
-    return table
+    }
+    return facts_table(path, facts)
 
 
 def _ids(given: str, vocab_size: int) -> tuple[int, ...]:
-    ids = _integers(given, "--special") if given else []
+    ids = integers("--special", given, "whole numbers") if given else []
     if any(not 0 <= token < vocab_size for token in ids):
         raise ValueError(f"--special {given}: token ids lie between 0 and {vocab_size - 1}")
     return tuple(sorted(set(ids)))
-
-
-def _integers(given: str, option: str) -> list[int]:
-    try:
-        return [int(part) for part in given.split(",")]
-    except ValueError as problem:
-        raise ValueError(f"{option} {given}: give whole numbers with commas between them") from problem
-
-
-def _console() -> Console:
-    return Console()

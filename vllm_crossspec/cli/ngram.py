@@ -9,7 +9,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from vllm_crossspec.cli.stages import stage_bars
+from vllm_crossspec.cli.options import check_file, integers
+from vllm_crossspec.cli.stages import facts_table, stage_bars
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from vllm_crossspec.ngram.store import Header, NgramStore
@@ -81,7 +82,7 @@ def build(
     """
     from vllm_crossspec.ngram import build as builder
 
-    _check_out(out)
+    check_file("--out", out)
     plan = builder.make_plan(
         inputs,
         order=order,
@@ -93,7 +94,7 @@ def build(
     )
     with stage_bars() as report:
         header = builder.build(plan, out, workers=workers, memory=int(memory_gib * GIB), work=work, progress=report)
-    _console().print(_description(out, header))
+    Console().print(_description(out, header))
 
 
 @app.command("import")
@@ -118,7 +119,7 @@ def import_(
     from vllm_crossspec.ngram.store import tokenizer_hash
     from vllm_crossspec.ngram.trie import import_trie
 
-    _check_out(out)
+    check_file("--out", out)
     digest = ""
     if tokenizer is not None:
         digest = tokenizer_hash(tokenizer)
@@ -136,7 +137,7 @@ def import_(
             work=work,
             progress=report,
         )
-    _console().print(_description(out, header))
+    Console().print(_description(out, header))
 
 
 @app.command()
@@ -156,7 +157,7 @@ def info(
         start = time.perf_counter()
         check_contents(opened, str(store))
         table.add_row("checked", f"every node, in {time.perf_counter() - start:.1f} s")
-    _console().print(table)
+    Console().print(table)
 
 
 @app.command()
@@ -190,13 +191,13 @@ def query(
     if (text is None) == (tokens is None):
         raise ValueError("say what came before: --text TEXT with --tokenizer FOLDER, or --tokens 1,2,3")
     if tokens is not None:
-        ids = _ids(tokens, "--tokens")
+        ids = integers("--tokens", tokens, "token ids")
     elif loaded is not None:
         ids = loaded.encode(text, add_special_tokens=False).ids
     else:
         raise ValueError("--text needs --tokenizer, the folder of the model that the store is for")
-    wanted = _ids(candidates, "--candidates") if candidates is not None else None
-    _console().print(_answers(opened, ids, wanted, top, backoff, loaded))
+    wanted = integers("--candidates", candidates, "token ids") if candidates is not None else None
+    Console().print(_answers(opened, ids, wanted, top, backoff, loaded))
 
 
 # -- shared pieces --------------------------------------------------------------------------------------------
@@ -233,27 +234,10 @@ def _shown(ids: list[int], loaded: Any) -> str:
     return plain if loaded is None else f"{plain} {loaded.decode(ids, skip_special_tokens=False)!r}"
 
 
-def _ids(given: str, option: str) -> list[int]:
-    try:
-        return [int(part) for part in given.split(",")]
-    except ValueError as problem:
-        raise ValueError(f"{option} {given}: give token ids with commas between them") from problem
-
-
-def _check_out(out: Path) -> None:
-    if out.is_dir() or not out.resolve().parent.is_dir():
-        raise ValueError(f"--out {out}: name a file in a folder that exists")
-
-
-def _console() -> Console:
-    return Console()
-
-
 def _description(path: Path, header: "Header") -> Table:
-    table = Table(title=str(path), show_header=False)
     size = path.stat().st_size
     seen = (header.num_unigrams, *header.level_sizes[1:])
-    for name, value in {
+    facts = {
         "n-grams": ", ".join(f"{count:,} of {length}" for length, count in enumerate(seen, start=1)),
         "counted in": f"{header.num_tokens:,} tokens",
         "vocabulary": f"{header.vocab_size:,} tokens, tokenizer {header.tokenizer[:12] or 'not named'}",
@@ -262,6 +246,5 @@ def _description(path: Path, header: "Header") -> Table:
         "lookup": "at most "
         + " + ".join(str(most.bit_length() + 1) for most in header.max_children)
         + " reads for its levels",
-    }.items():
-        table.add_row(name, value)
-    return table
+    }
+    return facts_table(path, facts)
