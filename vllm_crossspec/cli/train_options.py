@@ -1,8 +1,10 @@
 """What the commands of `crossspec train` share: their options, and the checks before anything heavy is imported."""
 
 import importlib.util
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -20,8 +22,7 @@ Rate = Annotated[float, typer.Option(min=0.0, help="Peak learning rate of Muon (
 Seed = Annotated[int, typer.Option(min=0, help="Of weights, data order and every other draw.")]
 Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves the choice to torch.")]
 Resume = Annotated[
-    bool,
-    typer.Option("--resume/--restart", help="Go on from the state in --out, or throw it away and begin anew."),
+    bool, typer.Option("--resume/--restart", help="Go on from the state in --out, or throw it away and begin anew.")
 ]
 Teacher = Annotated[
     float,
@@ -39,6 +40,22 @@ Device = Annotated[
     ),
 ]
 Bfloat16 = Annotated[bool, typer.Option("--bfloat16/--float32", help="Of the computation; the weights are float32.")]
+
+
+class Lessons(NamedTuple):
+    """What a drafter learns from: the target's responses, and the target."""
+
+    data: Responses
+    target: Target
+
+
+class Machine(NamedTuple):
+    """How it is computed, and whether a stopped run goes on."""
+
+    device: Device = "auto"
+    seed: Seed = 0
+    threads: Threads = 0
+    resume: Resume = True
 
 
 def begin(out: Path, threads: int, resume: bool) -> None:
@@ -80,8 +97,25 @@ def check_start(start: Path) -> None:
         )
 
 
-def begin_drafter(data: Path, target: Path, out: Path, threads: int, resume: bool) -> None:
-    """What every drafter's command does first: see that its inputs are there, and :func:`begin`."""
-    check_folder("--data", data, "make it with `crossspec train generate`")
-    check_model_folder(target)
-    begin(out, threads, resume)
+class DrafterRun(NamedTuple):
+    """A drafter's training, all but its config."""
+
+    lessons: Lessons
+    out: Path
+    steps: int
+    lr: float
+    machine: Machine
+
+    def begin(self) -> None:
+        """What every drafter's command does first: see that its inputs are there, and :func:`begin`."""
+        check_folder("--data", self.lessons.data, "make it with `crossspec train generate`")
+        check_model_folder(self.lessons.target)
+        begin(self.out, self.machine.threads, self.machine.resume)
+
+    def train(self, train: Callable[..., Any], config: Any, made: str = "drafter") -> None:
+        """Train it, and say where it is."""
+        from vllm_crossspec.training.loop import LoopConfig
+
+        loop = LoopConfig(steps=self.steps, lr=self.lr, seed=self.machine.seed)
+        train(*self.lessons, self.out, config, loop, self.machine.device)
+        sys.stdout.write(f"{made} in {self.out / 'model'}\n")
