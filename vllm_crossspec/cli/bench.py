@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from vllm_crossspec.cli import options
 from vllm_crossspec.cli.compare import check_all, compare
@@ -11,17 +11,16 @@ from vllm_crossspec.cli.demo import POCKET, first_of_each, require_identical
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.runner import PLAIN, Job
 
-ModelOption = Annotated[str, typer.Option(help="The target: a local folder or a hub id.")]
+ModelOption = Annotated[str, Option(help="The target: a local folder or a hub id.")]
 SpecOption = Annotated[
     list[Path] | None,
-    typer.Option("--spec", help="A file with the JSON of --speculative-config; repeatable. Its name is the method's."),
+    Option("--spec", help="A file with the JSON of --speculative-config; repeatable. Its name is the method's."),
 ]
 PromptsOption = Annotated[
-    Path | None,
-    typer.Option(help="JSON lines with `prompt`, or Spec-Bench's `turns`, and `category`. Default: the demo's."),
+    Path | None, Option(help="JSON lines with `prompt`, or Spec-Bench's `turns`, and `category`. Default: the demo's.")
 ]
 DtypeOption = Annotated[
-    str, typer.Option(help="Weights' type. Texts can be expected to equal plain's to the token in float32 only.")
+    str, Option(help="Weights' type. Texts can be expected to equal plain's to the token in float32 only.")
 ]
 
 
@@ -32,22 +31,22 @@ def bench(
     limit: options.Limit = None,
     max_tokens: options.AnswerTokens = 128,
     temperature: options.Greedy = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from this share of probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many tokens; 0 is all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of sampling; each prompt adds its number.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Always generate --max-tokens.")] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Most requests at a time.")] = 8,
+    top_p: Annotated[float, Option(min=0.0, max=1.0, help="Sample from this share of probability.")] = 1.0,
+    top_k: Annotated[int, Option(min=0, help="Sample from this many tokens; 0 is all.")] = 0,
+    seed: Annotated[int, Option(help="Seed of sampling; each prompt adds its number.")] = 0,
+    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Always generate --max-tokens.")] = False,
+    batch_size: Annotated[int, Option(min=1, help="Most requests at a time.")] = 8,
     chat: options.Chat = None,
-    baseline: Annotated[bool, typer.Option(help="Run plain generation, too, and compare with it.")] = True,
+    baseline: Annotated[bool, Option(help="Run plain generation, too, and compare with it.")] = True,
     require_same: Annotated[
-        bool, typer.Option("--require-identical", help="Exit with 1 where a text is not plain's.")
+        bool, Option("--require-identical", help="Exit with 1 where a text is not plain's.")
     ] = False,
     dtype: DtypeOption = "auto",
     max_model_len: options.MaxModelLen = None,
     gpu_memory_utilization: options.MemoryShare = None,
     tensor_parallel_size: options.TensorParallel = None,
     enforce_eager: Annotated[
-        bool | None, typer.Option(help="Without compilation and CUDA graphs. Default: vLLM's on a GPU, yes on CPU.")
+        bool | None, Option(help="Without compilation and CUDA graphs. Default: vLLM's on a GPU, yes on CPU.")
     ] = None,
     trust_remote_code: options.TrustRemoteCode = False,
     json_file: options.TableFile = None,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from typer import Option
 from typer.core import TyperGroup
 
 from vllm_crossspec.cli import options, router
@@ -47,7 +48,7 @@ app.command("router")(router.calibrate)
 
 DynamicSpec = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--spec",
         "--speculative-config",
         help="What --speculative-config takes, or a file with it: one drafter with a `dynamic` tree, without "
@@ -56,10 +57,10 @@ DynamicSpec = Annotated[
 ]
 RoundsFolder = Annotated[
     Path | None,
-    typer.Option(help="Fit to what was collected in this folder before, without an engine; the rest is not used."),
+    Option(help="Fit to what was collected in this folder before, without an engine; the rest is not used."),
 ]
 SideBySide = Annotated[
-    int, typer.Option("--engines", "--workers", min=1, help="Engines side by side; more than one run on Ray.")
+    int, Option("--engines", "--workers", min=1, help="Engines side by side; more than one run on Ray.")
 ]
 
 
@@ -71,24 +72,24 @@ SideBySide = Annotated[
 @options.grouped
 def heterospec(
     *,
-    out: Annotated[Path, typer.Option(help="File of the calibration, for `adaptive.model`.")],
+    out: Annotated[Path, Option(help="File of the calibration, for `adaptive.model`.")],
     model: options.TargetOrPocket = None,
     spec: DynamicSpec = None,
     prompts: options.PromptFiles = None,
     limit: options.Limit = None,
     records: RoundsFolder = None,
     alpha: Annotated[
-        int | None, typer.Option(min=0, max=32, help="Levels that the surest trees grow. Default: half the depth.")
+        int | None, Option(min=0, max=32, help="Levels that the surest trees grow. Default: half the depth.")
     ] = None,
     max_tokens: options.RecordedTokens = 256,
     max_prompt_tokens: options.MaxPromptTokens = 2048,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy, as in the paper.")] = 0.0,
+    temperature: Annotated[float, Option(min=0.0, help="0 is greedy, as in the paper.")] = 0.0,
     seed: options.TextSeed = 0,
     batch_size: options.EngineBatch = 16,
     shard_prompts: options.ShardPrompts = 64,
     engines: SideBySide = 1,
     engine: options.EngineOptions,
-    picture: Annotated[bool, typer.Option("--picture", help="Draw the bins into a .png beside the file.")] = False,
+    picture: Annotated[bool, Option("--picture", help="Draw the bins into a .png beside the file.")] = False,
 ) -> None:
     """Cut the drafter's uncertainty into bins, by which HeteroSpec makes trees deeper or narrower.
 

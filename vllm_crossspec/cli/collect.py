@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.progress import TaskProgressColumn
+from typer import Option
 
 from vllm_crossspec.cli import options, processes
 from vllm_crossspec.cli.bench import read_configs
@@ -31,11 +32,11 @@ Event = dict[str, Any]
 @options.grouped
 def collect(
     *,
-    out: Annotated[Path, typer.Option(help="Folder of the records; a stopped collection goes on there.")],
+    out: Annotated[Path, Option(help="Folder of the records; a stopped collection goes on there.")],
     model: options.TargetOrPocket = None,
     spec: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="A file with the JSON of --speculative-config, method whiflash; its router is not looked at. Default: "
             "the demo's pair."
         ),
@@ -45,12 +46,12 @@ def collect(
     max_tokens: options.RecordedTokens = 256,
     max_prompt_tokens: options.MaxPromptTokens = 2048,
     temperature: options.Greedy = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of sampled answers.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Of sampled answers; 0 is all tokens.")] = 0,
+    top_p: Annotated[float, Option(min=0.0, max=1.0, help="Of sampled answers.")] = 1.0,
+    top_k: Annotated[int, Option(help="Of sampled answers; 0 is all tokens.")] = 0,
     seed: options.TextSeed = 0,
     batch_size: options.EngineBatch = 32,
     shard_prompts: options.ShardPrompts = 64,
-    engines: Annotated[int, typer.Option(min=1, help="Engines side by side; more than one run on Ray.")] = 1,
+    engines: Annotated[int, Option(min=1, help="Engines side by side; more than one run on Ray.")] = 1,
     engine: options.EngineOptions,
 ) -> None:
     """Record, at every token of the target's answers, what a round with each drafter would have yielded.

@@ -5,6 +5,7 @@ import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,7 @@ def _show(runs: Sequence[Run], settings: dict[str, Any], json_file: Path | None)
     console.print(table(rows, about))
     if settings["sampling"]["temperature"] > 0 and any(row.identical_to_plain is False for row in rows):
         console.print(SAMPLED)
-    write_json(json_file, {"rows": [row.as_dict() for row in rows], "meta": about})
+    write_json(json_file, {"rows": [asdict(row) for row in rows], "meta": about})
     return rows
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from vllm_crossspec.cli.compare import compare
 from vllm_crossspec.cli.options import AnswerTokens, TableFile
@@ -109,26 +110,26 @@ def demo(
     json_file: TableFile = None,
     methods: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help=f"Comma-separated, of: {', '.join(METHODS)}; or `{ALL_METHODS}`. "
             f"Default: {', '.join(HEADLINE)}, on {HEADLINE_PROMPTS} prompts of each category."
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Use this many prompts of each category. With --methods, all by default.")
+        int | None, Option(min=1, help="Use this many prompts of each category. With --methods, all by default.")
     ] = None,
     max_tokens: AnswerTokens = 64,
     prompts: Annotated[
-        Path | None, typer.Option(help="Other prompts: JSON lines with `prompt` or `turns`, and `category`.")
+        Path | None, Option(help="Other prompts: JSON lines with `prompt` or `turns`, and `category`.")
     ] = None,
     sampled: Annotated[
-        bool, typer.Option("--sampled", help=f"Sample at temperature {TEMPERATURE}, seeded, instead of greedily.")
+        bool, Option("--sampled", help=f"Sample at temperature {TEMPERATURE}, seeded, instead of greedily.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of --sampled; each prompt adds its number.")] = 0,
+    seed: Annotated[int, Option(help="Seed of --sampled; each prompt adds its number.")] = 0,
     pocket: Annotated[
-        Path | None, typer.Option(help="Other models: a folder with target/ and one folder per method.")
+        Path | None, Option(help="Other models: a folder with target/ and one folder per method.")
     ] = None,
-    texts: Annotated[bool, typer.Option("--texts", help="Print the first text of each category, too.")] = False,
+    texts: Annotated[bool, Option("--texts", help="Print the first text of each category, too.")] = False,
 ) -> None:
     """Generate with the pocket target, plainly and with each method, and compare.
 

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer import Option
 
 from vllm_crossspec.cli.demo import METHODS, POCKET, POCKET_FILES, pocket_folders
 from vllm_crossspec.cli.meta import GIB
@@ -51,7 +52,7 @@ class Check:
 
 
 def doctor(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as one JSON document.")] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Write the report as one JSON document.")] = None,
 ) -> None:
     """Tell what this machine can run, and what to fix.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from vllm_crossspec.cli.demo import POCKET
 from vllm_crossspec.cli.options import integers, write_json
@@ -18,6 +19,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     import torch
 
     from vllm_crossspec.heads.flashhead.assets import Assets
+    from vllm_crossspec.heads.flashhead.build import Clustering
     from vllm_crossspec.heads.flashhead.build import Progress as Report
     from vllm_crossspec.heads.flashhead.quality import Ranks
 
@@ -34,39 +36,39 @@ app = typer.Typer(
 )
 
 ModelArgument = Annotated[
-    Path, typer.Argument(help="Folder of the drafter: config.json and .safetensors.", show_default=False)
+    Path, Argument(help="Folder of the drafter: config.json and .safetensors.", show_default=False)
 ]
 PromptsOption = Annotated[
-    Path, typer.Option(help="Prompts (.jsonl with `prompt` or `turns`); the model's greedy answers give the states.")
+    Path, Option(help="Prompts (.jsonl with `prompt` or `turns`); the model's greedy answers give the states.")
 ]
 TargetOption = Annotated[
     Path | None,
-    typer.Option(help="Of a drafter that reads a target's states (EAGLE-3): its target, for special ids and recall."),
+    Option(help="Of a drafter that reads a target's states (EAGLE-3): its target, for special ids and recall."),
 ]
-NewTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+NewTokensOption = Annotated[int, Option(min=1, help="Most tokens of an answer.")]
+DeviceOption = Annotated[str, Option(help="auto, cpu or cuda.")]
 
 
 @app.command()
 def build(
     model: ModelArgument,
-    out: Annotated[Path, typer.Option("--out", help="Folder to write the clusters to.")],
-    cluster_size: Annotated[int, typer.Option(help="Tokens of a cluster; must divide the vocabulary.")] = 16,
-    iterations: Annotated[int, typer.Option(help="Most rounds of k-means; it ends early when nothing moves.")] = 12,
-    seed: Annotated[int, typer.Option(help="Of the first centroids; the same seed gives the same clusters.")] = 0,
+    out: Annotated[Path, Option("--out", help="Folder to write the clusters to.")],
+    cluster_size: Annotated[int, Option(help="Tokens of a cluster; must divide the vocabulary.")] = 16,
+    iterations: Annotated[int, Option(help="Most rounds of k-means; it ends early when nothing moves.")] = 12,
+    seed: Annotated[int, Option(help="Of the first centroids; the same seed gives the same clusters.")] = 0,
     probes: Annotated[
-        int | None, typer.Option(help="Clusters to probe by default. Default: as --recall finds, else a 16th of them.")
+        int | None, Option(help="Clusters to probe by default. Default: as --recall finds, else a 16th of them.")
     ] = None,
     special: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help="Comma-separated ids that are always candidates (of a drafter: the target's ids). Default: "
             "the model's own, or the --target's."
         ),
     ] = None,
     recall: Annotated[
         float | None,
-        typer.Option(help="Probe as many clusters as find this share of the dense head's tokens, 0.99 for example."),
+        Option(help="Probe as many clusters as find this share of the dense head's tokens, 0.99 for example."),
     ] = None,
     target: TargetOption = None,
     prompts: PromptsOption = PROMPTS,
@@ -83,7 +85,6 @@ def build(
     from vllm_crossspec.devices import choose_device
     from vllm_crossspec.heads.flashhead import assets as files
     from vllm_crossspec.heads.flashhead.build import check_cluster_size, cluster
-    from vllm_crossspec.heads.flashhead.check import FINGERPRINT, fingerprint
     from vllm_crossspec.heads.flashhead.embedding import read_output_embedding
     from vllm_crossspec.heads.flashhead.head import check_probes
     from vllm_crossspec.heads.flashhead.quality import least_probes
@@ -102,21 +103,11 @@ def build(
     with stage_bars() as report:
         weight = weight.to(chosen)
         found = cluster(weight, cluster_size=cluster_size, iterations=iterations, seed=seed, progress=report)
-        members = files.group(found.assignments, num_clusters)
-        assert members is not None, "clusters of unequal size"
-        facts = {
-            "model": model.resolve().name,
-            "seed": seed,
-            "iterations": found.iterations,
-            "mean_cosine": round(found.cosine, 4),
-            FINGERPRINT: fingerprint(weight),
-        }
-        centroids = found.centroids.to(weight.dtype)
-        made = files.Assets(centroids, members, ids, probes or files.default_probes(num_clusters), facts)
+        made = _assets(found, weight, ids, probes, {"model": model.resolve().name, "seed": seed})
         if recall is not None:
             ranks = _ranks(model, target, weight, made, texts, new_tokens, report)
-            facts |= {"recall": recall, "measured_on": len(ranks.ranks)}
-            made = made._replace(num_probes=least_probes(ranks, recall))
+            facts = {**made.facts, "recall": recall, "measured_on": len(ranks.ranks)}
+            made = made._replace(num_probes=least_probes(ranks, recall), facts=facts)
     files.save_assets(out, made)
     console = Console()
     console.print(_description(out, made))
@@ -126,8 +117,8 @@ def build(
 
 @app.command()
 def info(
-    assets: Annotated[Path, typer.Argument(help="Folder with clusters.", show_default=False)],
-    model: Annotated[Path | None, typer.Option(help="See whether they are this model's.")] = None,
+    assets: Annotated[Path, Argument(help="Folder with clusters.", show_default=False)],
+    model: Annotated[Path | None, Option(help="See whether they are this model's.")] = None,
 ) -> None:
     """Say what clusters a folder holds, after a check of every value.
 
@@ -143,18 +134,17 @@ def info(
 @app.command()
 def recall(
     model: ModelArgument,
-    assets: Annotated[Path, typer.Option("--assets", help="Folder with the model's clusters.")],
+    assets: Annotated[Path, Option("--assets", help="Folder with the model's clusters.")],
     prompts: PromptsOption = PROMPTS,
     new_tokens: NewTokensOption = 32,
     probes: Annotated[
-        str | None, typer.Option(help="Comma-separated numbers of probes. Default: powers of two and the assets' own.")
+        str | None, Option(help="Comma-separated numbers of probes. Default: powers of two and the assets' own.")
     ] = None,
     margin: Annotated[
-        float | None,
-        typer.Option(help="Adaptive: of these probes only clusters within so much of the best one's cosine."),
+        float | None, Option(help="Adaptive: of these probes only clusters within so much of the best one's cosine.")
     ] = None,
     target: TargetOption = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the table to this file.")] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Also write the table to this file.")] = None,
     device: DeviceOption = "auto",
 ) -> None:
     """How often the head finds the dense head's token on the model's own answers, by number of probed clusters.
@@ -199,6 +189,20 @@ def _texts(prompts: Path, model: Path, target: Path | None) -> list[str]:
     if kind is not None:
         _states_of(model).check_drafter_format(model)
     return [prompt.turns[0] for prompt in read_prompts(prompts)]
+
+
+def _assets(
+    found: "Clustering", weight: "torch.Tensor", special: tuple[int, ...], probes: int | None, facts: dict[str, Any]
+) -> "Assets":
+    """The clusters as they are stored, with how they were made."""
+    from vllm_crossspec.heads.flashhead.assets import Assets, default_probes, group
+    from vllm_crossspec.heads.flashhead.check import FINGERPRINT, fingerprint
+
+    members = group(found.assignments, len(found.centroids))
+    assert members is not None, "clusters of unequal size"
+    facts = {**facts, "iterations": found.iterations, "mean_cosine": round(found.cosine, 4)}
+    facts[FINGERPRINT] = fingerprint(weight)
+    return Assets(found.centroids.to(weight.dtype), members, special, probes or default_probes(len(members)), facts)
 
 
 def _ranks(

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
 from vllm_crossspec.cli.options import check_file, integers
 from vllm_crossspec.cli.stages import facts_table, stage_bars
@@ -27,29 +28,28 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-StoreArgument = Annotated[Path, typer.Argument(help="A store that `build` or `import` wrote.", show_default=False)]
-OutOption = Annotated[Path, typer.Option("--out", help="File to write the store to; it appears when it is whole.")]
+StoreArgument = Annotated[Path, Argument(help="A store that `build` or `import` wrote.", show_default=False)]
+OutOption = Annotated[Path, Option("--out", help="File to write the store to; it appears when it is whole.")]
 TokenizerOption = Annotated[
-    Path | None, typer.Option(help="Folder of the model (or its tokenizer.json) whose tokens these are.")
+    Path | None, Option(help="Folder of the model (or its tokenizer.json) whose tokens these are.")
 ]
 VocabOption = Annotated[
-    int | None, typer.Option(help="Token ids lie below this. Default: the tokenizer's highest id and one.")
+    int | None, Option(help="Token ids lie below this. Default: the tokenizer's highest id and one.")
 ]
 BitsOption = Annotated[
-    int,
-    typer.Option(help="16: log-probabilities off by less than 0.0005 nats; 8: by less than 0.06, a byte a node less."),
+    int, Option(help="16: log-probabilities off by less than 0.0005 nats; 8: by less than 0.06, a byte a node less.")
 ]
 MinCountOption = Annotated[
-    int, typer.Option(help="Leave out n-grams of two tokens or more that were seen less often: smaller, less precise.")
+    int, Option(help="Leave out n-grams of two tokens or more that were seen less often: smaller, less precise.")
 ]
-WorkOption = Annotated[Path | None, typer.Option(help="Folder for what is half done. Default: OUT.work.")]
+WorkOption = Annotated[Path | None, Option(help="Folder for what is half done. Default: OUT.work.")]
 
 
 @app.command()
 def build(
     inputs: Annotated[
         list[Path],
-        typer.Argument(
+        Argument(
             help="Files or folders of them: .jsonl or .jsonl.gz (a line is an object with `text`, with `tokens`, with "
             "`prompt` and `response`, or what `crossspec train generate` wrote), .txt (a document), .npy (token ids in "
             "a row, a negative one between documents).",
@@ -57,18 +57,17 @@ def build(
         ),
     ],
     out: OutOption,
-    order: Annotated[int, typer.Option(help="Longest n-gram, 2 to 5 tokens. The paper uses 3.")] = 3,
+    order: Annotated[int, Option(help="Longest n-gram, 2 to 5 tokens. The paper uses 3.")] = 3,
     tokenizer: TokenizerOption = None,
     vocab_size: VocabOption = None,
     workers: Annotated[
-        int, typer.Option(min=1, help="Counters at once: Ray tasks where Ray is installed, else processes.")
+        int, Option(min=1, help="Counters at once: Ray tasks where Ray is installed, else processes.")
     ] = 1,
-    memory_gib: Annotated[float, typer.Option(min=0.001, help="Memory for counting, all workers together.")] = 2.0,
+    memory_gib: Annotated[float, Option(min=0.001, help="Memory for counting, all workers together.")] = 2.0,
     min_count: MinCountOption = 1,
     bits: BitsOption = 16,
     piece_mib: Annotated[
-        float,
-        typer.Option(min=0.001, help="Input that a worker takes at once; a killed build loses one such piece each."),
+        float, Option(min=0.001, help="Input that a worker takes at once; a killed build loses one such piece each.")
     ] = 256.0,
     work: WorkOption = None,
 ) -> None:
@@ -99,9 +98,7 @@ def build(
 
 @app.command("import")
 def import_(
-    trie: Annotated[
-        Path, typer.Argument(help="A .trie file, as DART's `ngram_build.py` saves it.", show_default=False)
-    ],
+    trie: Annotated[Path, Argument(help="A .trie file, as DART's `ngram_build.py` saves it.", show_default=False)],
     out: OutOption,
     tokenizer: TokenizerOption = None,
     vocab_size: VocabOption = None,
@@ -142,8 +139,7 @@ def import_(
 
 @app.command()
 def info(
-    store: StoreArgument,
-    check: Annotated[bool, typer.Option("--check", help="Read all of it and check every node.")] = False,
+    store: StoreArgument, check: Annotated[bool, Option("--check", help="Read all of it and check every node.")] = False
 ) -> None:
     """Say what a store holds, how large it is and how exact.
 
@@ -163,17 +159,17 @@ def info(
 @app.command()
 def query(
     store: StoreArgument,
-    text: Annotated[str | None, typer.Option(help="What came before, with --tokenizer.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="What came before, as comma-separated token ids.")] = None,
+    text: Annotated[str | None, Option(help="What came before, with --tokenizer.")] = None,
+    tokens: Annotated[str | None, Option(help="What came before, as comma-separated token ids.")] = None,
     candidates: Annotated[
-        str | None, typer.Option(help="Comma-separated token ids to ask for. Default: the likeliest.")
+        str | None, Option(help="Comma-separated token ids to ask for. Default: the likeliest.")
     ] = None,
     tokenizer: TokenizerOption = None,
-    top: Annotated[int, typer.Option(min=1, help="How many of the likeliest tokens to show.")] = 10,
-    order: Annotated[int | None, typer.Option(help="Use n-grams of up to this length. Default: the store's.")] = None,
+    top: Annotated[int, Option(min=1, help="How many of the likeliest tokens to show.")] = 10,
+    order: Annotated[int | None, Option(help="Use n-grams of up to this length. Default: the store's.")] = None,
     backoff: Annotated[
         float | None,
-        typer.Option(help="Stupid backoff by this factor (0.4 is usual). Default: the longest match, as in the paper."),
+        Option(help="Stupid backoff by this factor (0.4 is usual). Default: the longest match, as in the paper."),
     ] = None,
 ) -> None:
     """Ask what follows some tokens, and by how many of them it is known ("matched").

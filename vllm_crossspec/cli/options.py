@@ -7,40 +7,38 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
-import typer
+from typer import Option
 
 PromptFiles = Annotated[
     list[Path] | None,
-    typer.Option(
-        help="JSON lines (or .jsonl.gz) with `prompt` or `turns`, and `category`; repeatable. Default: the demo's."
-    ),
+    Option(help="JSON lines (or .jsonl.gz) with `prompt` or `turns`, and `category`; repeatable. Default: the demo's."),
 ]
 TargetOrPocket = Annotated[
-    str | None, typer.Option(help="The target: a local folder or a hub id. Default: the pocket target, in float32.")
+    str | None, Option(help="The target: a local folder or a hub id. Default: the pocket target, in float32.")
 ]
-AnswerTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")]
-Limit = Annotated[int | None, typer.Option(min=1, help="Use this many prompts of each category.")]
-RecordedTokens = Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")]
-MaxPromptTokens = Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")]
-Greedy = Annotated[float, typer.Option(min=0.0, help="0 is greedy.")]
-TextSeed = Annotated[int, typer.Option(min=0, help="Of sampled answers; each text adds its number.")]
-ShardPrompts = Annotated[int, typer.Option(min=1, help="Prompts of a shard: what a stop can lose.")]
-EngineBatch = Annotated[int, typer.Option(min=1, help="Most requests at a time, of each engine.")]
-TableFile = Annotated[Path | None, typer.Option("--json", help="Write the table as one JSON document.")]
+AnswerTokens = Annotated[int, Option(min=1, help="Longest answer, in tokens.")]
+Limit = Annotated[int | None, Option(min=1, help="Use this many prompts of each category.")]
+RecordedTokens = Annotated[int, Option(min=2, help="Longest answer, in tokens.")]
+MaxPromptTokens = Annotated[int, Option(min=1, help="Longer prompts are left out.")]
+Greedy = Annotated[float, Option(min=0.0, help="0 is greedy.")]
+TextSeed = Annotated[int, Option(min=0, help="Of sampled answers; each text adds its number.")]
+ShardPrompts = Annotated[int, Option(min=1, help="Prompts of a shard: what a stop can lose.")]
+EngineBatch = Annotated[int, Option(min=1, help="Most requests at a time, of each engine.")]
+TableFile = Annotated[Path | None, Option("--json", help="Write the table as one JSON document.")]
 Chat = Annotated[
-    bool | None, typer.Option("--chat/--raw", help="Wrap prompts in the chat template. Default: if there is one.")
+    bool | None, Option("--chat/--raw", help="Wrap prompts in the chat template. Default: if there is one.")
 ]
-MaxModelLen = Annotated[int | None, typer.Option(min=2, help="Longest prompt and answer, in tokens.")]
-MemoryShare = Annotated[float | None, typer.Option(min=0.05, max=1.0, help="vLLM's own.")]
-TensorParallel = Annotated[int | None, typer.Option(min=1, help="vLLM's own.")]
-TrustRemoteCode = Annotated[bool, typer.Option("--trust-remote-code", help="vLLM's own.")]
+MaxModelLen = Annotated[int | None, Option(min=2, help="Longest prompt and answer, in tokens.")]
+MemoryShare = Annotated[float | None, Option(min=0.05, max=1.0, help="vLLM's own.")]
+TensorParallel = Annotated[int | None, Option(min=1, help="vLLM's own.")]
+TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="vLLM's own.")]
 
 
 class EngineOptions(NamedTuple):
     """How an engine is to run; what is None is left to vLLM."""
 
     chat: Chat = None
-    dtype: Annotated[str, typer.Option(help="Weights' type.")] = "auto"
+    dtype: Annotated[str, Option(help="Weights' type.")] = "auto"
     max_model_len: MaxModelLen = None
     gpu_memory_utilization: MemoryShare = None
     tensor_parallel_size: TensorParallel = None

@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from vllm_crossspec.names import DEBUG_VARIABLE
 
@@ -49,17 +49,8 @@ class EngineError(RuntimeError):
     """An engine process ended without its results; the message is what a user can go by."""
 
 
-class EngineProcess(Protocol):
-    """What is asked of an engine's process, however it was started."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Its status, as :class:`subprocess.Popen` gives it; None while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        """The status once it has ended; None if it still runs after ``timeout`` seconds."""
-
+EngineProcess: TypeAlias = "_Started | _Forked"
+"""An engine's process, however it was started."""
 
 Starter = Callable[[str, Path, int, Path, dict[str, str], Sequence[int]], EngineProcess]
 
@@ -136,7 +127,11 @@ def end_all() -> None:
 
 
 class _Started:
-    """A process of its own from the beginning."""
+    """A process of its own from the beginning.
+
+    ``poll`` gives the status as :class:`subprocess.Popen` does, None while it runs; ``wait`` None if it still runs
+    after the timeout, in seconds.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process, self.pid = process, process.pid

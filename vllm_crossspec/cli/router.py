@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.table import Table
+from typer import Option
 
 from vllm_crossspec.cli import meta
 from vllm_crossspec.cli.compare import wide_console
@@ -21,12 +22,12 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from vllm_crossspec.training.calibration import Row
     from vllm_crossspec.training.records import Records
 
-RecordsOption = Annotated[Path, typer.Option(help="Folder that `crossspec collect` wrote, finished or not.")]
+RecordsOption = Annotated[Path, Option(help="Folder that `crossspec collect` wrote, finished or not.")]
 DraftersOption = Annotated[
-    str | None, typer.Option(help="Comma-separated names of the drafters to look at. Default: all that were recorded.")
+    str | None, Option(help="Comma-separated names of the drafters to look at. Default: all that were recorded.")
 ]
-RouterOption = Annotated[Path | None, typer.Option(help="Folder of a router that `crossspec train router` wrote.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write what was found as one JSON document.")]
+RouterOption = Annotated[Path | None, Option(help="Folder of a router that `crossspec train router` wrote.")]
+JsonOption = Annotated[Path | None, Option("--json", help="Write what was found as one JSON document.")]
 
 
 class CostOptions(NamedTuple):
@@ -34,20 +35,19 @@ class CostOptions(NamedTuple):
 
     costs: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="JSON with the seconds of a round: `batch_sizes` [B] and `draft`, `verify`, `switch`, each [B][N] in "
             "routing order. Methods are then judged by tokens a second, else by acceptance length."
         ),
     ] = None
     seconds: Annotated[
         str | None,
-        typer.Option("--seconds", help="Instead of --costs: comma-separated seconds of a round with each drafter."),
+        Option("--seconds", help="Instead of --costs: comma-separated seconds of a round with each drafter."),
     ] = None
     switch_seconds: Annotated[
-        str | None,
-        typer.Option("--switch-seconds", help="With --seconds: seconds of a switch to each drafter. Default 0."),
+        str | None, Option("--switch-seconds", help="With --seconds: seconds of a switch to each drafter. Default 0.")
     ] = None
-    batch_size: Annotated[int, typer.Option("--batch-size", min=1, help="Batch size of --costs to look at.")] = 1
+    batch_size: Annotated[int, Option("--batch-size", min=1, help="Batch size of --costs to look at.")] = 1
 
 
 class Loaded(NamedTuple):
@@ -71,12 +71,12 @@ class Loaded(NamedTuple):
 def calibrate(
     *,
     records: RecordsOption,
-    policy: Annotated[str, typer.Option(help="entropy or neural.")] = "entropy",
+    policy: Annotated[str, Option(help="entropy or neural.")] = "entropy",
     router: RouterOption = None,
     drafters: DraftersOption = None,
     costs: CostOptions,
-    points: Annotated[int, typer.Option(min=3, help="Thresholds of the grid, at most.")] = 41,
-    picture: Annotated[Path | None, typer.Option(help="Draw the curves into this .png or .svg file.")] = None,
+    points: Annotated[int, Option(min=3, help="Thresholds of the grid, at most.")] = 41,
+    picture: Annotated[Path | None, Option(help="Draw the curves into this .png or .svg file.")] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Search the router's threshold on records, for each category and for all (32 to 64 prompts each are enough).
@@ -130,10 +130,10 @@ def oracle(
     records: RecordsOption,
     router: RouterOption = None,
     entropy_threshold: Annotated[
-        str | None, typer.Option(help="Show WhiFlash-Entropy at this threshold (one number for each drafter but one).")
+        str | None, Option(help="Show WhiFlash-Entropy at this threshold (one number for each drafter but one).")
     ] = None,
     neural_threshold: Annotated[
-        str | None, typer.Option(help="Show WhiFlash-Neural at this threshold, with --router. Default: 'auto'.")
+        str | None, Option(help="Show WhiFlash-Neural at this threshold, with --router. Default: 'auto'.")
     ] = None,
     drafters: DraftersOption = None,
     costs: CostOptions,
@@ -164,13 +164,11 @@ def oracle(
 
 def trace(
     records: RecordsOption,
-    picture: Annotated[Path, typer.Option(help="Draw into this .png or .svg file.")],
-    text: Annotated[
-        int | None, typer.Option(min=0, help="Number of the text. Default: the first of --category.")
-    ] = None,
-    category: Annotated[str | None, typer.Option(help="Category to take the text from.")] = None,
-    policy: Annotated[str, typer.Option(help="Whose choices to show: entropy, neural or oracle.")] = "oracle",
-    threshold: Annotated[str | None, typer.Option(help="Of the policy. Default: 'auto'.")] = None,
+    picture: Annotated[Path, Option(help="Draw into this .png or .svg file.")],
+    text: Annotated[int | None, Option(min=0, help="Number of the text. Default: the first of --category.")] = None,
+    category: Annotated[str | None, Option(help="Category to take the text from.")] = None,
+    policy: Annotated[str, Option(help="Whose choices to show: entropy, neural or oracle.")] = "oracle",
+    threshold: Annotated[str | None, Option(help="Of the policy. Default: 'auto'.")] = None,
     router: RouterOption = None,
     drafters: DraftersOption = None,
     json_file: JsonOption = None,

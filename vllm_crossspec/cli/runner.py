@@ -6,7 +6,7 @@ The commands `demo` and `bench` share it. Nothing here imports vLLM: the process
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from vllm_crossspec.cli.processes import EngineError, engine_events
@@ -94,10 +94,6 @@ class Row:
     def num_rounds(self) -> int:
         """Target calls that verified a draft (or, for `plain`, decoded a token)."""
         return self.num_target_calls - self.num_prompts
-
-    def as_dict(self) -> dict[str, Any]:
-        """The row as the JSON document has it."""
-        return asdict(self)
 
 
 Listener = Callable[[dict[str, Any]], None]
