@@ -56,6 +56,7 @@ ROOMS = [
     "ngram",
     "router",
     "types",
+    "arrays",
     "twins",
     "devices",
     "names",
