@@ -152,7 +152,7 @@ def test_where_the_server_ends_an_engine_is_started(forked, monkeypatch, tmp_pat
 
 def test_what_cannot_be_imported_does_not_end_the_server(tmp_path):
     (tmp_path / "needs_a_library.py").write_text("raise OSError('libfoo.so: cannot open shared object file')")
-    source = Path(processes.__file__).parents[1] / "engine" / "preload.py"
+    source = Path(processes.__file__).parents[1] / "engine" / "jobs" / "preload.py"
     code = source.read_text().replace('"vllm', '"needs_a_library", "vllm_has_no_such.')
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0

@@ -45,6 +45,13 @@ TargetOption = Annotated[
     Path | None,
     Option(help="Of a drafter that reads a target's states (EAGLE-3): its target, for special ids and recall."),
 ]
+SpecialOption = Annotated[
+    str | None,
+    Option(
+        help="Comma-separated ids that are always candidates (of a drafter: the target's ids). Default: "
+        "the model's own, or the --target's."
+    ),
+]
 NewTokensOption = Annotated[int, Option(min=1, help="Most tokens of an answer.")]
 DeviceOption = Annotated[str, Option(help="auto, cpu or cuda.")]
 
@@ -59,13 +66,7 @@ def build(
     probes: Annotated[
         int | None, Option(help="Clusters to probe by default. Default: as --recall finds, else a 16th of them.")
     ] = None,
-    special: Annotated[
-        str | None,
-        Option(
-            help="Comma-separated ids that are always candidates (of a drafter: the target's ids). Default: "
-            "the model's own, or the --target's."
-        ),
-    ] = None,
+    special: SpecialOption = None,
     recall: Annotated[
         float | None,
         Option(help="Probe as many clusters as find this share of the dense head's tokens, 0.99 for example."),
