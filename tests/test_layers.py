@@ -57,6 +57,7 @@ ROOMS = [
     "router",
     "shards",
     "types",
+    "arrays",
     "twins",
     "host_copy",
     "devices",

@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Array = npt.NDArray[np.int64]
+from vllm_crossspec.arrays import Array as Array
+from vllm_crossspec.arrays import ranges as ranges
 
 NO_SLOT = -1
 """The request slot of a token that only pads."""
@@ -52,12 +53,6 @@ class StepRows(NamedTuple):
         return StepRows(
             self.slots, self.starts + dropped, self.firsts + dropped, self.counts - dropped, self.certain - dropped
         )
-
-
-def ranges(starts: Array, counts: Array) -> Array:
-    """``concatenate([arange(s, s + c) for s, c in zip(starts, counts)])``, without the loop."""
-    ends = np.cumsum(counts)
-    return np.repeat(starts - (ends - counts), counts) + np.arange(ends[-1] if len(ends) else 0)
 
 
 class Backlog:

@@ -29,15 +29,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(demo)
-app.command()(bench)
-app.command()(doctor)
-app.command()(collect)
-app.command()(oracle)
-app.command()(trace)
-app.add_typer(calibrate_app)
-app.add_typer(ngram_app)
-app.add_typer(flashhead_app)
+for command in (demo, bench, doctor, collect, oracle, trace):
+    app.command()(command)
+for group in (calibrate_app, ngram_app, flashhead_app):
+    app.add_typer(group)
 
 
 @app.command(

@@ -1,28 +1,26 @@
 """`crossspec bench`: the demo's comparison for any model, any speculative configs and any prompts."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
+from vllm_crossspec.cli import options
 from vllm_crossspec.cli.compare import check_all, compare
 from vllm_crossspec.cli.demo import POCKET, first_of_each, require_identical
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.runner import PLAIN, Job
 
-ModelOption = Annotated[str, typer.Option(help="The target: a local folder or a hub id.")]
+ModelOption = Annotated[str, Option(help="The target: a local folder or a hub id.")]
 SpecOption = Annotated[
     list[Path] | None,
-    typer.Option("--spec", help="A file with the JSON of --speculative-config; repeatable. Its name is the method's."),
+    Option("--spec", help="A file with the JSON of --speculative-config; repeatable. Its name is the method's."),
 ]
 PromptsOption = Annotated[
-    Path | None,
-    typer.Option(help="JSON lines with `prompt`, or Spec-Bench's `turns`, and `category`. Default: the demo's."),
+    Path | None, Option(help="JSON lines with `prompt`, or Spec-Bench's `turns`, and `category`. Default: the demo's.")
 ]
 DtypeOption = Annotated[
-    str,
-    typer.Option(help="Weights' type. Texts can be expected to equal plain's to the token in float32 only."),
+    str, Option(help="Weights' type. Texts can be expected to equal plain's to the token in float32 only.")
 ]
 
 
@@ -30,32 +28,28 @@ def bench(
     model: ModelOption,
     spec: SpecOption = None,
     prompts: PromptsOption = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use this many prompts of each category.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from this share of probability.")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="Sample from this many tokens; 0 is all.")] = 0,
-    seed: Annotated[int, typer.Option(help="Seed of sampling; each prompt adds its number.")] = 0,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Always generate --max-tokens.")] = False,
-    batch_size: Annotated[int, typer.Option(min=1, help="Most requests at a time.")] = 8,
-    chat: Annotated[
-        bool | None,
-        typer.Option("--chat/--raw", help="Wrap prompts in the chat template. Default: if there is one."),
-    ] = None,
-    baseline: Annotated[bool, typer.Option(help="Run plain generation, too, and compare with it.")] = True,
+    limit: options.Limit = None,
+    max_tokens: options.AnswerTokens = 128,
+    temperature: options.Greedy = 0.0,
+    top_p: Annotated[float, Option(min=0.0, max=1.0, help="Sample from this share of probability.")] = 1.0,
+    top_k: Annotated[int, Option(min=0, help="Sample from this many tokens; 0 is all.")] = 0,
+    seed: Annotated[int, Option(help="Seed of sampling; each prompt adds its number.")] = 0,
+    ignore_eos: Annotated[bool, Option("--ignore-eos", help="Always generate --max-tokens.")] = False,
+    batch_size: Annotated[int, Option(min=1, help="Most requests at a time.")] = 8,
+    chat: options.Chat = None,
+    baseline: Annotated[bool, Option(help="Run plain generation, too, and compare with it.")] = True,
     require_same: Annotated[
-        bool, typer.Option("--require-identical", help="Exit with 1 where a text is not plain's.")
+        bool, Option("--require-identical", help="Exit with 1 where a text is not plain's.")
     ] = False,
     dtype: DtypeOption = "auto",
-    max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest prompt and answer, in tokens.")] = None,
-    gpu_memory_utilization: Annotated[float | None, typer.Option(min=0.05, max=1.0, help="vLLM's own.")] = None,
-    tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="vLLM's own.")] = None,
+    max_model_len: options.MaxModelLen = None,
+    gpu_memory_utilization: options.MemoryShare = None,
+    tensor_parallel_size: options.TensorParallel = None,
     enforce_eager: Annotated[
-        bool | None,
-        typer.Option(help="Without compilation and CUDA graphs. Default: vLLM's on a GPU, yes on CPU."),
+        bool | None, Option(help="Without compilation and CUDA graphs. Default: vLLM's on a GPU, yes on CPU.")
     ] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="vLLM's own.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the table as one JSON document.")] = None,
+    trust_remote_code: options.TrustRemoteCode = False,
+    json_file: options.TableFile = None,
 ) -> None:
     """Compare speculative configs on any model and prompts, side by side in one run.
 
@@ -66,21 +60,11 @@ def bench(
 
     Example: crossspec bench --model Qwen/Qwen3-8B --spec eagle3.json --spec dflash.json --prompts my.jsonl
     """
-    settings = {
-        "model": model,
-        "dtype": dtype,
-        "max_num_seqs": batch_size,
-        "max_model_len": max_model_len,
-        "gpu_memory_utilization": gpu_memory_utilization,
-        "tensor_parallel_size": tensor_parallel_size,
-        "enforce_eager": enforce_eager,
-        "trust_remote_code": trust_remote_code or None,
-    }
-    sampling: dict[str, Any] = {
-        "temperature": temperature,
-        "max_tokens": max_tokens,
-        "ignore_eos": ignore_eos,
-    }
+    engine_options = options.EngineOptions(
+        chat, dtype, max_model_len, gpu_memory_utilization, tensor_parallel_size, trust_remote_code
+    )
+    engine = {**engine_options.arguments(model, batch_size), "enforce_eager": enforce_eager}
+    sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": ignore_eos}
     if temperature > 0:
         sampling |= {"top_p": top_p, "top_k": top_k, "seed": seed}
     configs: dict[str, dict[str, Any] | None] = {PLAIN: None} if baseline else {}
@@ -89,22 +73,10 @@ def bench(
         raise ValueError("--no-baseline leaves nothing to run: name at least one --spec file")
     chosen = first_of_each(read_prompts(prompts or POCKET / "prompts.jsonl"), limit)
     jobs = [
-        Job(
-            method=name,
-            engine={**settings, "speculative_config": config},
-            sampling=sampling,
-            prompts=chosen,
-            chat=chat,
-        )
+        Job(method=name, engine={**engine, "speculative_config": config}, sampling=sampling, prompts=chosen, chat=chat)
         for name, config in configs.items()
     ]
-    about = {
-        "model": model,
-        "dtype": dtype,
-        "batch_size": batch_size,
-        "sampling": sampling,
-        "configs": configs,
-    }
+    about = {"model": model, "dtype": dtype, "batch_size": batch_size, "sampling": sampling, "configs": configs}
     if len(jobs) > 1:  # one alone is checked when it starts
         check_all(jobs, json_file)
     rows, _ = compare(jobs, about, json_file)
@@ -124,10 +96,7 @@ def read_configs(files: list[Path]) -> dict[str, dict[str, Any] | None]:
         name = file.stem
         if name in configs or name == PLAIN:
             raise ValueError(f"--spec {file}: another row is called {name!r} already: rename the file")
-        try:
-            config = json.loads(file.read_text())
-        except json.JSONDecodeError as problem:
-            raise ValueError(f"--spec {file} is not JSON (line {problem.lineno}: {problem.msg})") from problem
+        config = options.parse_json("--spec", file, file.read_text())
         if not isinstance(config, dict):
             raise ValueError(f"--spec {file} is not an object: write what --speculative-config takes")
         configs[name] = config

@@ -1,6 +1,5 @@
 """`crossspec calibrate`: numbers that a method needs and that only runs can tell, for routers and for trees."""
 
-import hashlib
 import json
 import math
 import shlex
@@ -9,10 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from typer import Option
 from typer.core import TyperGroup
 
-from vllm_crossspec.cli import router
-from vllm_crossspec.cli.collect import interleaved, make_shards, run_shards
+from vllm_crossspec.cli import options, router
+from vllm_crossspec.cli.collect import describe, interleaved, make_job, make_shards, run_missing
 from vllm_crossspec.cli.compare import wide_console
 from vllm_crossspec.cli.demo import METHODS, POCKET, located
 from vllm_crossspec.tree.base import tree_kind
@@ -46,58 +46,50 @@ app = typer.Typer(
 )
 app.command("router")(router.calibrate)
 
+DynamicSpec = Annotated[
+    str | None,
+    Option(
+        "--spec",
+        "--speculative-config",
+        help="What --speculative-config takes, or a file with it: one drafter with a `dynamic` tree, without "
+        f"`adaptive`. Default: the demo's {DEFAULT_METHOD}.",
+    ),
+]
+RoundsFolder = Annotated[
+    Path | None,
+    Option(help="Fit to what was collected in this folder before, without an engine; the rest is not used."),
+]
+SideBySide = Annotated[
+    int, Option("--engines", "--workers", min=1, help="Engines side by side; more than one run on Ray.")
+]
+
 
 @app.command(
     "heterospec",
     epilog="Example: crossspec calibrate heterospec --model Qwen/Qwen3-8B --spec eagle3-tree.json "
     "--prompts chats.jsonl --limit 100 --out calibration.json",
 )
+@options.grouped
 def heterospec(
-    out: Annotated[Path, typer.Option(help="File of the calibration, for `adaptive.model`.")],
-    model: Annotated[
-        str | None, typer.Option(help="The target: a local folder or a hub id. Default: the pocket target, in float32.")
-    ] = None,
-    spec: Annotated[
-        str | None,
-        typer.Option(
-            "--spec",
-            "--speculative-config",
-            help="What --speculative-config takes, or a file with it: one drafter with a `dynamic` tree, without "
-            f"`adaptive`. Default: the demo's {DEFAULT_METHOD}.",
-        ),
-    ] = None,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="JSON lines (or .jsonl.gz) with `prompt` or `turns`, and `category`; repeatable. Default: the demo's."
-        ),
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use this many prompts of each category.")] = None,
-    records: Annotated[
-        Path | None,
-        typer.Option(help="Fit to what was collected in this folder before, without an engine; the rest is not used."),
-    ] = None,
+    *,
+    out: Annotated[Path, Option(help="File of the calibration, for `adaptive.model`.")],
+    model: options.TargetOrPocket = None,
+    spec: DynamicSpec = None,
+    prompts: options.PromptFiles = None,
+    limit: options.Limit = None,
+    records: RoundsFolder = None,
     alpha: Annotated[
-        int | None, typer.Option(min=0, max=32, help="Levels that the surest trees grow. Default: half the depth.")
+        int | None, Option(min=0, max=32, help="Levels that the surest trees grow. Default: half the depth.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256,
-    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 2048,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy, as in the paper.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of sampled answers; each text adds its number.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Most requests at a time, of each engine.")] = 16,
-    shard_prompts: Annotated[int, typer.Option(min=1, help="Prompts of a shard: what a stop can lose.")] = 64,
-    engines: Annotated[
-        int, typer.Option("--engines", "--workers", min=1, help="Engines side by side; more than one run on Ray.")
-    ] = 1,
-    chat: Annotated[
-        bool | None, typer.Option("--chat/--raw", help="Wrap prompts in the chat template. Default: if there is one.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Weights' type.")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest prompt and answer, in tokens.")] = None,
-    gpu_memory_utilization: Annotated[float | None, typer.Option(min=0.05, max=1.0, help="vLLM's own.")] = None,
-    tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="vLLM's own.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="vLLM's own.")] = False,
-    picture: Annotated[bool, typer.Option("--picture", help="Draw the bins into a .png beside the file.")] = False,
+    max_tokens: options.RecordedTokens = 256,
+    max_prompt_tokens: options.MaxPromptTokens = 2048,
+    temperature: Annotated[float, Option(min=0.0, help="0 is greedy, as in the paper.")] = 0.0,
+    seed: options.TextSeed = 0,
+    batch_size: options.EngineBatch = 16,
+    shard_prompts: options.ShardPrompts = 64,
+    engines: SideBySide = 1,
+    engine: options.EngineOptions,
+    picture: Annotated[bool, Option("--picture", help="Draw the bins into a .png beside the file.")] = False,
 ) -> None:
     """Cut the drafter's uncertainty into bins, by which HeteroSpec makes trees deeper or narrower.
 
@@ -120,20 +112,11 @@ def heterospec(
     _check_out(out, picture)
     if records is None:
         records = out.with_name(out.name + ".rounds")
-        job = _job(model, _speculative(spec), records)
-        files = prompts or [POCKET / "prompts.jsonl"]
-        job["engine"] |= {
-            "dtype": "float32" if model is None and dtype == "auto" else dtype,
-            "max_num_seqs": batch_size,
-            "max_model_len": max_model_len,
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "tensor_parallel_size": tensor_parallel_size,
-            "trust_remote_code": trust_remote_code or None,
-        }
+        job = make_job(records, model, _speculative(spec), engine, batch_size)
         sampling = {"temperature": temperature, "max_tokens": max_tokens} | ({"seed": seed} if temperature > 0 else {})
-        job |= {"sampling": sampling, "seed": seed, "chat": chat, "max_prompt_tokens": max_prompt_tokens}
-        job["command"] = _command(model, spec, files if prompts else [], limit, sampling)
-        _collect(job, interleaved(files, limit), shard_prompts, engines)
+        job |= {"module": MODULE, "sampling": sampling, "seed": seed, "max_prompt_tokens": max_prompt_tokens}
+        job["command"] = _command(model, spec, prompts or [], limit, sampling)
+        _collect(job, interleaved(prompts, limit), shard_prompts, engines)
     calibration, rounds = _fit(records, alpha)
     from vllm_crossspec.adaptive.calibration import write_calibration
     from vllm_crossspec.adaptive.cart import report
@@ -149,8 +132,7 @@ def heterospec(
 
 
 def _check_out(out: Path, picture: bool) -> None:
-    if out.is_dir() or not out.resolve().parent.is_dir():
-        raise ValueError(f"--out {out}: name a file in a folder that exists")
+    options.check_file("--out", out)
     if picture and out.suffix == ".png":
         raise ValueError(f"--out {out}: the picture would have this name; call the calibration .json")
 
@@ -161,10 +143,7 @@ def _speculative(spec: str | None) -> dict[str, Any]:
         given = located(METHODS[DEFAULT_METHOD], POCKET)
     else:
         text = spec if spec.lstrip().startswith("{") else Path(spec).read_text()
-        try:
-            given = json.loads(text)
-        except json.JSONDecodeError as problem:
-            raise ValueError(f"--spec {spec} is not JSON (line {problem.lineno}: {problem.msg})") from problem
+        given = options.parse_json("--spec", spec, text)
     tree = given.get("tree") if isinstance(given, dict) else None
     if not isinstance(tree, dict) or tree.get("type", "dynamic") != "dynamic":
         raise ValueError(
@@ -177,11 +156,7 @@ def _speculative(spec: str | None) -> dict[str, Any]:
         raise ValueError("--spec has tree.by_batch_size, and whole trees are needed here: leave it out")
     # A schedule of one entry: without any, a GPU would choose one by what steps cost there.
     nodes = tree.get("num_nodes") or tree_kind("dynamic", "tree.type").defaults["num_nodes"]
-    return {
-        **given,
-        "tree": {"type": "dynamic", **tree, "by_batch_size": {"1": nodes}},
-        "adaptive": {"type": "record"},
-    }
+    return {**given, "tree": {"type": "dynamic", **tree, "by_batch_size": {"1": nodes}}, "adaptive": {"type": "record"}}
 
 
 def _command(
@@ -199,43 +174,15 @@ def _command(
     return shlex.join(words)
 
 
-def _job(model: str | None, speculative: dict[str, Any], records: Path) -> dict[str, Any]:
-    target = model or str(POCKET / "target")
-    return {
-        "module": MODULE,
-        "engine": {"model": target, "speculative_config": speculative},
-        "out": str(records),
-        "model": target if model else "the pocket target",
-    }
-
-
 def _collect(job: dict[str, Any], prompts: list["Prompt"], shard_prompts: int, engines: int) -> None:
     """Let the engine write the shards that are missing."""
     from vllm_crossspec.adaptive.rounds import INDEX_FILE, shard_path
     from vllm_crossspec.training.records import claim
 
-    folder = Path(job["out"])
-    canonical = json.dumps([[p.category, *p.turns] for p in prompts])
-    engine = {k: v for k, v in job["engine"].items() if k in ("model", "dtype", "max_model_len", "speculative_config")}
-    claim(
-        folder,
-        {
-            **engine,
-            "sampling": job["sampling"],
-            "seed": job["seed"],
-            "chat": job["chat"],
-            "max_prompt_tokens": job["max_prompt_tokens"],
-            "shard_prompts": shard_prompts,
-            "prompts": hashlib.sha256(canonical.encode()).hexdigest(),
-            "command": job["command"],
-        },
-        INDEX_FILE,
-        "the folder",
-    )
-    shards = make_shards(prompts, shard_prompts)
-    missing = [shard for shard in shards if not shard_path(folder, shard["number"]).is_file()]
-    if missing:
-        run_shards(job, missing, engines, len(shards))
+    facts = {name: job[name] for name in ("seed", "command")}
+    facts["speculative_config"] = job["engine"]["speculative_config"]
+    claim(Path(job["out"]), {**describe(job, prompts, shard_prompts), **facts}, INDEX_FILE, "the folder")
+    run_missing(job, make_shards(prompts, shard_prompts), engines, shard_path)
 
 
 def _fit(records: Path, alpha: int | None) -> tuple["Calibration", "Rounds"]:

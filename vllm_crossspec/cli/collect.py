@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import TaskProgressColumn
+from typer import Option
 
+from vllm_crossspec.cli import options, processes
 from vllm_crossspec.cli.bench import read_configs
-from vllm_crossspec.cli.demo import POCKET, WHIFLASH_DRAFTERS
-from vllm_crossspec.cli.processes import EngineError, engine_process, post_mortem
+from vllm_crossspec.cli.demo import POCKET, WHIFLASH_DRAFTERS, located
+from vllm_crossspec.cli.processes import EngineError
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.runner import Prompt, by_category
+from vllm_crossspec.cli.stages import bars
 
 COLLECT_MODULE = "vllm_crossspec.engine.jobs.collect"
 TENSORS = "content"
@@ -27,43 +29,30 @@ TENSORS = "content"
 Event = dict[str, Any]
 
 
+@options.grouped
 def collect(
-    out: Annotated[Path, typer.Option(help="Folder of the records; a stopped collection goes on there.")],
-    model: Annotated[
-        str | None, typer.Option(help="The target: a local folder or a hub id. Default: the pocket target, in float32.")
-    ] = None,
+    *,
+    out: Annotated[Path, Option(help="Folder of the records; a stopped collection goes on there.")],
+    model: options.TargetOrPocket = None,
     spec: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             help="A file with the JSON of --speculative-config, method whiflash; its router is not looked at. Default: "
             "the demo's pair."
         ),
     ] = None,
-    prompts: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="JSON lines (or .jsonl.gz) with `prompt` or `turns`, and `category`; repeatable. Default: the demo's."
-        ),
-    ] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use this many prompts of each category.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="Longest answer, in tokens.")] = 256,
-    max_prompt_tokens: Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")] = 2048,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Of sampled answers.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Of sampled answers; 0 is all tokens.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Of sampled answers; each text adds its number.")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Most requests at a time, of each engine.")] = 32,
-    shard_prompts: Annotated[int, typer.Option(min=1, help="Prompts of a shard: what a stop can lose.")] = 64,
-    engines: Annotated[int, typer.Option(min=1, help="Engines side by side; more than one run on Ray.")] = 1,
-    chat: Annotated[
-        bool | None,
-        typer.Option("--chat/--raw", help="Wrap prompts in the chat template. Default: if there is one."),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="Weights' type.")] = "auto",
-    max_model_len: Annotated[int | None, typer.Option(min=2, help="Longest prompt and answer, in tokens.")] = None,
-    gpu_memory_utilization: Annotated[float | None, typer.Option(min=0.05, max=1.0, help="vLLM's own.")] = None,
-    tensor_parallel_size: Annotated[int | None, typer.Option(min=1, help="vLLM's own.")] = None,
-    trust_remote_code: Annotated[bool, typer.Option("--trust-remote-code", help="vLLM's own.")] = False,
+    prompts: options.PromptFiles = None,
+    limit: options.Limit = None,
+    max_tokens: options.RecordedTokens = 256,
+    max_prompt_tokens: options.MaxPromptTokens = 2048,
+    temperature: options.Greedy = 0.0,
+    top_p: Annotated[float, Option(min=0.0, max=1.0, help="Of sampled answers.")] = 1.0,
+    top_k: Annotated[int, Option(help="Of sampled answers; 0 is all tokens.")] = 0,
+    seed: options.TextSeed = 0,
+    batch_size: options.EngineBatch = 32,
+    shard_prompts: options.ShardPrompts = 64,
+    engines: Annotated[int, Option(min=1, help="Engines side by side; more than one run on Ray.")] = 1,
+    engine: options.EngineOptions,
 ) -> None:
     """Record, at every token of the target's answers, what a round with each drafter would have yielded.
 
@@ -74,46 +63,26 @@ def collect(
 
     Example: crossspec collect --prompts train.jsonl --out work/records
     """
-    dtype = "float32" if model is None and dtype == "auto" else dtype
     speculative = _speculative(spec)
-    chosen = interleaved(prompts or [POCKET / "prompts.jsonl"], limit)
+    chosen = interleaved(prompts, limit)
     sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
     if temperature > 0:
         sampling |= {"top_p": top_p, "top_k": top_k, "seed": seed}
-    target = model or str(POCKET / "target")
-    job = {
-        "engine": {
-            "model": target,
-            "dtype": dtype,
-            "max_num_seqs": batch_size,
-            "max_model_len": max_model_len,
-            "gpu_memory_utilization": gpu_memory_utilization,
-            "tensor_parallel_size": tensor_parallel_size,
-            "trust_remote_code": trust_remote_code or None,
-            "speculative_config": {**speculative, "router": {"policy": "record"}},
-        },
-        "sampling": sampling,
-        "chat": chat,
-        "out": str(out),
-        "model": target if model else "the pocket target",
-        "max_prompt_tokens": max_prompt_tokens,
-    }
-    shards = make_shards(chosen, shard_prompts)
-    _claim(out, job, chosen, shard_prompts)
-    missing = [shard for shard in shards if not _is_done(out, shard["number"])]
-    if missing:
-        run_shards(job, missing, engines, len(shards))
-    typer.echo(f"{len(shards)} shards of records in {out}")
+    job = make_job(out, model, {**speculative, "router": {"policy": "record"}}, engine, batch_size)
+    job |= {"sampling": sampling, "max_prompt_tokens": max_prompt_tokens}
+    from vllm_crossspec.training import records
+
+    facts = {"speculative_config": {key: value for key, value in speculative.items() if key != "router"}}
+    categories = [p.category for p in chosen for _ in p.turns]
+    records.claim(out, {**describe(job, chosen, shard_prompts), **facts, "categories": categories})
+    num_shards = run_missing(job, make_shards(chosen, shard_prompts), engines, records.shard_path)
+    typer.echo(f"{num_shards} shards of records in {out}")
 
 
 def _speculative(spec: Path | None) -> dict[str, Any]:
     """The config whose drafters are recorded. Raises ValueError where it has none to choose between."""
     if spec is None:
-        pocket = {
-            name: {**settings, "model": settings["model"].format(pocket=POCKET)}
-            for name, settings in WHIFLASH_DRAFTERS.items()
-        }
-        return {"method": "whiflash", "drafters": pocket}
+        return {"method": "whiflash", "drafters": located(WHIFLASH_DRAFTERS, POCKET)}
     config = read_configs([spec])[spec.stem]
     assert config is not None
     drafters = config.get("drafters")
@@ -122,8 +91,43 @@ def _speculative(spec: Path | None) -> dict[str, Any]:
     return config
 
 
-def interleaved(files: Sequence[Path], limit: int | None) -> list[Prompt]:
+def make_job(
+    out: Path, model: str | None, speculative: dict[str, Any], engine: options.EngineOptions, batch_size: int
+) -> dict[str, Any]:
+    """A job as ``engine.jobs.collect`` takes it, but for its shards and how they are answered.
+
+    Args:
+        out: folder of the shards.
+        model: the target; None is the pocket target, in float32 if no type is asked for.
+        speculative: the speculative config.
+        engine: how it is to run.
+        batch_size: most requests at a time.
+    """
+    if model is None and engine.dtype == "auto":
+        engine = engine._replace(dtype="float32")
+    arguments = engine.arguments(model or str(POCKET / "target"), batch_size)
+    return {
+        "engine": {**arguments, "speculative_config": speculative},
+        "chat": engine.chat,
+        "out": str(out),
+        "model": model or "the pocket target",
+    }
+
+
+def describe(job: dict[str, Any], prompts: Sequence[Prompt], shard_prompts: int) -> dict[str, Any]:
+    """What decides the shards of any such job, for the folder's index."""
+    canonical = json.dumps([[p.category, *p.turns] for p in prompts])
+    return {
+        **{name: job["engine"][name] for name in ("model", "dtype", "max_model_len")},
+        **{name: job[name] for name in ("sampling", "chat", "max_prompt_tokens")},
+        "shard_prompts": shard_prompts,
+        "prompts": hashlib.sha256(canonical.encode()).hexdigest(),
+    }
+
+
+def interleaved(files: Sequence[Path] | None, limit: int | None) -> list[Prompt]:
     """The prompts of all files, the categories taking turns, so that a collection stopped early has some of each."""
+    files = files or [POCKET / "prompts.jsonl"]
     groups = by_category([prompt for file in files for prompt in read_prompts(file)])
     turns = zip_longest(*(group[:limit] for group in groups.values()))
     return [prompt for row in turns for prompt in row if prompt is not None]
@@ -141,33 +145,14 @@ def make_shards(prompts: Sequence[Prompt], size: int) -> list[dict[str, Any]]:
     return [{"number": i, "prompts": described[start : start + size]} for i, start in enumerate(starts)]
 
 
-def _claim(out: Path, job: dict[str, Any], prompts: Sequence[Prompt], shard_prompts: int) -> None:
-    from vllm_crossspec.training import records
-
-    engine = job["engine"]
-    canonical = json.dumps([[p.category, *p.turns] for p in prompts])
-    speculative = {key: value for key, value in engine["speculative_config"].items() if key != "router"}
-    records.claim(
-        out,
-        {
-            "model": engine["model"],
-            "dtype": engine["dtype"],
-            "speculative_config": speculative,
-            "sampling": job["sampling"],
-            "chat": job["chat"],
-            "max_model_len": engine["max_model_len"],
-            "max_prompt_tokens": job["max_prompt_tokens"],
-            "shard_prompts": shard_prompts,
-            "prompts": hashlib.sha256(canonical.encode()).hexdigest(),
-            "categories": [p.category for p in prompts for _ in p.turns],
-        },
-    )
-
-
-def _is_done(out: Path, number: int) -> bool:
-    from vllm_crossspec.training import records
-
-    return records.shard_path(out, number).is_file()
+def run_missing(
+    job: dict[str, Any], shards: list[dict[str, Any]], engines: int, shard_path: Callable[[Path, int], Path]
+) -> int:
+    """Have the engines write the shards that are not there yet; the number of all."""
+    missing = [shard for shard in shards if not shard_path(Path(job["out"]), shard["number"]).is_file()]
+    if missing:
+        run_shards(job, missing, engines, len(shards))
+    return len(shards)
 
 
 def run_shards(job: dict[str, Any], shards: list[dict[str, Any]], engines: int, num_shards: int) -> None:
@@ -182,14 +167,7 @@ def run_shards(job: dict[str, Any], shards: list[dict[str, Any]], engines: int, 
     most = job["sampling"]["max_tokens"]
     sizes = {shard["number"]: most * sum(len(p["turns"]) for p in shard["prompts"]) for shard in shards}
     done = num_shards - len(shards)
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with bars(TaskProgressColumn()) as progress:
         task = progress.add_task("collect: starting the engine", total=sum(sizes.values()))
         lock, finished, records = threading.Lock(), 0, 0
 
@@ -219,23 +197,15 @@ def engine_events(job: dict[str, Any]) -> Iterator[Event]:
     """Run a job in a process of its own; its events.
 
     Raises:
-        ValueError: the engine refused the job; the message is its sentence.
-        EngineError: the process died; the message ends with the last lines of its log.
+        ValueError, EngineError: as :func:`processes.engine_events` does.
     """
-    with tempfile.TemporaryDirectory(prefix="crossspec-") as folder:
-        job_file, log_file = Path(folder, "job.json"), Path(folder, "log.txt")
-        job_file.write_text(json.dumps(job))
-        missing = {shard["number"] for shard in job["shards"]}
-        with engine_process(job_file, log_file, job.get("module", COLLECT_MODULE)) as (process, events):
-            for event in events:
-                if event["event"] == "error":
-                    raise ValueError(f"collect: {event['message']}")
-                if event["event"] == "shard":
-                    missing.discard(event["number"])
-                yield event
-            status = process.wait()
-        if status != 0 or missing:
-            raise EngineError(post_mortem("collect", status or 0, log_file.read_text(errors="replace")))
+    missing = {shard["number"] for shard in job["shards"]}
+    for event in processes.engine_events("collect", job, job.get("module", COLLECT_MODULE)):
+        if event["event"] == "shard":
+            missing.discard(event["number"])
+        yield event
+    if missing:
+        raise EngineError(f"collect: the engine's process ended without shard {min(missing)}")
 
 
 def run_on_ray(

@@ -1,28 +1,23 @@
 """Runs jobs under a progress bar, a few side by side if asked to, and shows and writes their rows."""
 
-import json
 import os
 import queue
 import threading
 from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
+from rich.progress import Progress
 from rich.table import Table
 
 from vllm_crossspec.cli import meta, runner
+from vllm_crossspec.cli.options import check_file, write_json
 from vllm_crossspec.cli.processes import BOUND_CORES, end_all, is_cpu_lane
 from vllm_crossspec.cli.runner import ALL, PLAIN, Job, Row, Run
+from vllm_crossspec.cli.stages import bars
 
 MINIMUM_WIDTH = 140
 """Columns that the table takes where the output is no terminal and rich would assume 80."""
@@ -34,8 +29,7 @@ COMPILED = "seconds: of generating, with kernels compiled for this CPU ({cpu}); 
 
 def check_all(jobs: Sequence[Job], json_file: Path | None) -> None:
     """Find out what is wrong with any of the jobs before the first of them has run for an hour."""
-    if json_file is not None:
-        check_writable(json_file)
+    check_file("--json", json_file)
     with Console(stderr=True).status(f"checking {len(jobs)} configurations"):
         runner.check(jobs)
 
@@ -54,8 +48,7 @@ def compare(
         json_file: where it goes, if anywhere.
         side_by_side: engines that run at a time, each on cores of its own; on a CPU only.
     """
-    if json_file is not None:
-        check_writable(json_file)
+    check_file("--json", json_file)
     board = _Board(jobs)
     try:
         _run_all(jobs, board, side_by_side)
@@ -73,16 +66,8 @@ def _show(runs: Sequence[Run], settings: dict[str, Any], json_file: Path | None)
     console.print(table(rows, about))
     if settings["sampling"]["temperature"] > 0 and any(row.identical_to_plain is False for row in rows):
         console.print(SAMPLED)
-    if json_file is not None:
-        document = {"rows": [row.as_dict() for row in rows], "meta": about}
-        json_file.write_text(json.dumps(document, indent=2) + "\n")
+    write_json(json_file, {"rows": [asdict(row) for row in rows], "meta": about})
     return rows
-
-
-def check_writable(json_file: Path) -> None:
-    """Find out before the run, not after it. Raises ValueError."""
-    if json_file.is_dir() or not json_file.resolve().parent.is_dir():
-        raise ValueError(f"--json {json_file}: name a file in a folder that exists")
 
 
 def wide_console() -> Console:
@@ -93,15 +78,8 @@ def wide_console() -> Console:
 
 def _run_all(jobs: Sequence[Job], board: "_Board", side_by_side: int) -> None:
     """Run every job, a few at a time; what each did is the board's when it is done."""
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
     shares = cores_of(side_by_side)
-    with Progress(*columns, console=Console(stderr=True)) as progress, ThreadPoolExecutor(len(shares)) as pool:
+    with bars() as progress, ThreadPoolExecutor(len(shares)) as pool:
         free: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
         for share in shares:
             free.put(share)

@@ -7,12 +7,24 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from vllm_crossspec.cli.compare import compare
+from vllm_crossspec.cli.options import AnswerTokens, TableFile
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.runner import PLAIN, Job, Prompt, Row, by_category
 
 POCKET = Path(str(resources.files("vllm_crossspec") / "pocket"))
+
+CHAIN = {"num_speculative_tokens": 7, "tree": {"type": "chain"}}
+TREE = {"tree": {"type": "dynamic", "depth": 8, "top_k": 10, "num_nodes": 60}}
+EAGLE3 = {"method": "eagle3", "model": "{pocket}/eagle3"}
+EAGLE3_LONGER = {"method": "eagle3", "model": "{pocket}/eagle3-longer"}
+DFLASH = {"method": "dflash", "model": "{pocket}/dflash", "num_speculative_tokens": 7}
+DART = {"method": "dart", "model": "{pocket}/dart"}
+CONFU = {"method": "confu", "model": "{pocket}/confu"}
+DRAFT_MODEL = "{pocket}/draft-model"
+NGRAM = {"ngram": "{pocket}/ngram/store.safetensors"}
 
 # Trees of which neither is always the better: the first two rows of whiflash keep to one drafter, for comparison.
 WHIFLASH_DRAFTERS: dict[str, dict[str, Any]] = {
@@ -24,88 +36,33 @@ WHIFLASH_DRAFTERS: dict[str, dict[str, Any]] = {
     },
 }
 
-NGRAM_STORE = "{pocket}/ngram/store.safetensors"
-
 METHODS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,
     # `tree` is one of our keys: with it the drafter is our proposer, without it vLLM's own.
-    "eagle3": {
-        "method": "eagle3",
-        "model": "{pocket}/eagle3",
-        "num_speculative_tokens": 7,
-        "tree": {"type": "chain"},
-    },
-    "dflash": {
-        "method": "dflash",
-        "model": "{pocket}/dflash",
-        "num_speculative_tokens": 7,
-        "tree": {"type": "chain"},
-    },
-    "eagle3-tree": {
-        "method": "eagle3",
-        "model": "{pocket}/eagle3",
-        "tree": {"type": "dynamic", "depth": 8, "top_k": 10, "num_nodes": 60},
-    },
-    "dflash-tree": {
-        "method": "dflash",
-        "model": "{pocket}/dflash",
-        "num_speculative_tokens": 7,
-        "tree": {"type": "best_first", "num_nodes": 60},
-    },
+    "eagle3": {**EAGLE3, **CHAIN},
+    "dflash": {**DFLASH, **CHAIN},
+    "eagle3-tree": {**EAGLE3, **TREE},
+    "dflash-tree": {**DFLASH, "tree": {"type": "best_first", "num_nodes": 60}},
     # The paper's tree, `continuity`, pruned by n-grams; the same without them; and under another parallel drafter.
-    "dart": {"method": "dart", "model": "{pocket}/dart", "ngram": NGRAM_STORE},
-    "dart-nongram": {"method": "dart", "model": "{pocket}/dart"},
-    "dflash-continuity": {
-        "method": "dflash",
-        "model": "{pocket}/dflash",
-        "num_speculative_tokens": 7,
-        "tree": {"type": "continuity"},
-        "ngram": NGRAM_STORE,
-    },
+    "dart": {**DART, **NGRAM},
+    "dart-nongram": DART,
+    "dflash-continuity": {**DFLASH, "tree": {"type": "continuity"}, **NGRAM},
     # A small language model of its own, with its whole output layer and with clusters of it; and those for EAGLE-3.
-    "draft-model": {
-        "method": "draft_model",
-        "model": "{pocket}/draft-model",
-        "num_speculative_tokens": 7,
-        "tree": {"type": "chain"},
-    },
+    "draft-model": {"method": "draft_model", "model": DRAFT_MODEL, **CHAIN},
     "flashhead": {
         "method": "flashhead",
-        "model": "{pocket}/draft-model",
+        "model": DRAFT_MODEL,
         "num_speculative_tokens": 7,
         "head": "{pocket}/flashhead-draft-model",
     },
-    "eagle3-flashhead": {
-        "method": "eagle3",
-        "model": "{pocket}/eagle3",
-        "num_speculative_tokens": 7,
-        "head": "{pocket}/flashhead-eagle3",
-    },
+    "eagle3-flashhead": {**EAGLE3, "num_speculative_tokens": 7, "head": "{pocket}/flashhead-eagle3"},
     # The tree of eagle3-tree, deeper and of fewer nodes where the drafter is sure of itself.
-    "eagle3-heterospec": {
-        "method": "eagle3",
-        "model": "{pocket}/eagle3",
-        "tree": {"type": "dynamic", "depth": 8, "top_k": 10, "num_nodes": 60},
-        "adaptive": "{pocket}/heterospec/calibration.json",
-    },
+    "eagle3-heterospec": {**EAGLE3, **TREE, "adaptive": "{pocket}/heterospec/calibration.json"},
     # EAGLE-3 with a target that contemplates the future, and an EAGLE-3 that only trained as much longer.
-    "confu": {"method": "confu", "model": "{pocket}/confu", "num_speculative_tokens": 7},
-    "eagle3-longer": {
-        "method": "eagle3",
-        "model": "{pocket}/eagle3-longer",
-        "num_speculative_tokens": 7,
-        "tree": {"type": "chain"},
-    },
-    "confu-tree": {
-        "method": "confu",
-        "model": "{pocket}/confu",
-        "tree": {"type": "dynamic", "depth": 8, "top_k": 10, "num_nodes": 60},
-    },
-    "eagle3-longer-tree": {
-        "method": "eagle3",
-        "model": "{pocket}/eagle3-longer",
-        "tree": {"type": "dynamic", "depth": 8, "top_k": 10, "num_nodes": 60},
-    },
+    "confu": {**CONFU, "num_speculative_tokens": 7},
+    "eagle3-longer": {**EAGLE3_LONGER, **CHAIN},
+    "confu-tree": {**CONFU, **TREE},
+    "eagle3-longer-tree": {**EAGLE3_LONGER, **TREE},
     **{
         f"whiflash-{name}": {"method": "whiflash", "drafters": WHIFLASH_DRAFTERS, "router": router}
         for name, router in {
@@ -150,30 +107,29 @@ SIDE_BY_SIDE = 4
 
 
 def demo(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the table as one JSON document.")] = None,
+    json_file: TableFile = None,
     methods: Annotated[
         str | None,
-        typer.Option(
+        Option(
             help=f"Comma-separated, of: {', '.join(METHODS)}; or `{ALL_METHODS}`. "
             f"Default: {', '.join(HEADLINE)}, on {HEADLINE_PROMPTS} prompts of each category."
         ),
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Use this many prompts of each category. With --methods, all by default.")
+        int | None, Option(min=1, help="Use this many prompts of each category. With --methods, all by default.")
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 64,
+    max_tokens: AnswerTokens = 64,
     prompts: Annotated[
-        Path | None, typer.Option(help="Other prompts: JSON lines with `prompt` or `turns`, and `category`.")
+        Path | None, Option(help="Other prompts: JSON lines with `prompt` or `turns`, and `category`.")
     ] = None,
     sampled: Annotated[
-        bool,
-        typer.Option("--sampled", help=f"Sample at temperature {TEMPERATURE}, seeded, instead of greedily."),
+        bool, Option("--sampled", help=f"Sample at temperature {TEMPERATURE}, seeded, instead of greedily.")
     ] = False,
-    seed: Annotated[int, typer.Option(help="Seed of --sampled; each prompt adds its number.")] = 0,
+    seed: Annotated[int, Option(help="Seed of --sampled; each prompt adds its number.")] = 0,
     pocket: Annotated[
-        Path | None, typer.Option(help="Other models: a folder with target/ and one folder per method.")
+        Path | None, Option(help="Other models: a folder with target/ and one folder per method.")
     ] = None,
-    texts: Annotated[bool, typer.Option("--texts", help="Print the first text of each category, too.")] = False,
+    texts: Annotated[bool, Option("--texts", help="Print the first text of each category, too.")] = False,
 ) -> None:
     """Generate with the pocket target, plainly and with each method, and compare.
 
@@ -197,20 +153,17 @@ def demo(
     identical to plain: whether every prompt's tokens are plain's. Exit code 1 where a greedy text is not.
     Sampled texts have plain's distribution, not its tokens, and do not count.
     """
-    folder = pocket or POCKET
-    rows_of_prompts = read_prompts(prompts or POCKET / "prompts.jsonl")
     if limit is None and methods is None and prompts is None:
         limit = HEADLINE_PROMPTS
-    rows_of_prompts = first_of_each(rows_of_prompts, limit)
+    chosen = first_of_each(read_prompts(prompts or POCKET / "prompts.jsonl"), limit)
     sampling = {"temperature": TEMPERATURE, "top_p": TOP_P, "seed": seed} if sampled else {"temperature": 0.0}
     sampling["max_tokens"] = max_tokens
-    names = choose(methods)
-    jobs = [make_job(name, folder, rows_of_prompts, sampling) for name in names]
+    jobs = [make_job(name, pocket or POCKET, chosen, sampling) for name in choose(methods)]
     about = {"model": "pocket", "dtype": "float32", "sampling": sampling}
     rows, runs = compare(jobs, about, json_file, side_by_side=SIDE_BY_SIDE)
     typer.echo(PROOF)
     if texts:
-        show_texts(rows_of_prompts, runs[0].groups)
+        show_texts(chosen, runs[0].groups)
     if not sampled:
         require_identical(rows)
 

@@ -16,9 +16,11 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from typer import Option
 
 from vllm_crossspec.cli.demo import METHODS, POCKET, POCKET_FILES, pocket_folders
 from vllm_crossspec.cli.meta import GIB
+from vllm_crossspec.cli.options import write_json
 from vllm_crossspec.twins import runs_kernels
 
 PLUGIN, PLUGIN_GROUP = "crossspec", "vllm.general_plugins"
@@ -50,7 +52,7 @@ class Check:
 
 
 def doctor(
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the report as one JSON document.")] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Write the report as one JSON document.")] = None,
 ) -> None:
     """Tell what this machine can run, and what to fix.
 
@@ -58,9 +60,7 @@ def doctor(
     every place where it touches vLLM, the pocket models, and memory. Exit code 1 where something must be fixed.
     """
     checks = examine()
-    if json_file is not None:
-        document = {"checks": [asdict(check) for check in checks], "can_run": can_run(checks)}
-        json_file.write_text(json.dumps(document, indent=2) + "\n")
+    write_json(json_file, {"checks": [asdict(check) for check in checks], "can_run": can_run(checks)})
     _print(checks)
     if any(check.status == FAIL for check in checks):
         raise typer.Exit(1)

@@ -1,6 +1,5 @@
 """`crossspec flashhead`: makes, describes and judges the clusters of FlashHead, a drafter's quick output layer."""
 
-import json
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -9,17 +8,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
-from vllm_crossspec.cli.stages import stage_bars
+from vllm_crossspec.cli.demo import POCKET
+from vllm_crossspec.cli.options import integers, write_json
+from vllm_crossspec.cli.prompts import read_prompts
+from vllm_crossspec.cli.stages import facts_table, stage_bars
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     import torch
 
     from vllm_crossspec.heads.flashhead.assets import Assets
+    from vllm_crossspec.heads.flashhead.build import Clustering
     from vllm_crossspec.heads.flashhead.build import Progress as Report
     from vllm_crossspec.heads.flashhead.quality import Ranks
 
-PROMPTS = Path(__file__).resolve().parents[1] / "pocket" / "prompts.jsonl"
+PROMPTS = POCKET / "prompts.jsonl"
 
 app = typer.Typer(
     name="flashhead",
@@ -32,39 +36,40 @@ app = typer.Typer(
 )
 
 ModelArgument = Annotated[
-    Path, typer.Argument(help="Folder of the drafter: config.json and .safetensors.", show_default=False)
+    Path, Argument(help="Folder of the drafter: config.json and .safetensors.", show_default=False)
 ]
 PromptsOption = Annotated[
-    Path, typer.Option(help="Prompts (.jsonl with `prompt` or `turns`); the model's greedy answers give the states.")
+    Path, Option(help="Prompts (.jsonl with `prompt` or `turns`); the model's greedy answers give the states.")
 ]
 TargetOption = Annotated[
     Path | None,
-    typer.Option(help="Of a drafter that reads a target's states (EAGLE-3): its target, for special ids and recall."),
+    Option(help="Of a drafter that reads a target's states (EAGLE-3): its target, for special ids and recall."),
 ]
-NewTokensOption = Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")]
-DeviceOption = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+SpecialOption = Annotated[
+    str | None,
+    Option(
+        help="Comma-separated ids that are always candidates (of a drafter: the target's ids). Default: "
+        "the model's own, or the --target's."
+    ),
+]
+NewTokensOption = Annotated[int, Option(min=1, help="Most tokens of an answer.")]
+DeviceOption = Annotated[str, Option(help="auto, cpu or cuda.")]
 
 
 @app.command()
 def build(
     model: ModelArgument,
-    out: Annotated[Path, typer.Option("--out", help="Folder to write the clusters to.")],
-    cluster_size: Annotated[int, typer.Option(help="Tokens of a cluster; must divide the vocabulary.")] = 16,
-    iterations: Annotated[int, typer.Option(help="Most rounds of k-means; it ends early when nothing moves.")] = 12,
-    seed: Annotated[int, typer.Option(help="Of the first centroids; the same seed gives the same clusters.")] = 0,
+    out: Annotated[Path, Option("--out", help="Folder to write the clusters to.")],
+    cluster_size: Annotated[int, Option(help="Tokens of a cluster; must divide the vocabulary.")] = 16,
+    iterations: Annotated[int, Option(help="Most rounds of k-means; it ends early when nothing moves.")] = 12,
+    seed: Annotated[int, Option(help="Of the first centroids; the same seed gives the same clusters.")] = 0,
     probes: Annotated[
-        int | None, typer.Option(help="Clusters to probe by default. Default: as --recall finds, else a 16th of them.")
+        int | None, Option(help="Clusters to probe by default. Default: as --recall finds, else a 16th of them.")
     ] = None,
-    special: Annotated[
-        str | None,
-        typer.Option(
-            help="Comma-separated ids that are always candidates (of a drafter: the target's ids). Default: "
-            "the model's own, or the --target's."
-        ),
-    ] = None,
+    special: SpecialOption = None,
     recall: Annotated[
         float | None,
-        typer.Option(help="Probe as many clusters as find this share of the dense head's tokens, 0.99 for example."),
+        Option(help="Probe as many clusters as find this share of the dense head's tokens, 0.99 for example."),
     ] = None,
     target: TargetOption = None,
     prompts: PromptsOption = PROMPTS,
@@ -81,7 +86,6 @@ def build(
     from vllm_crossspec.devices import choose_device
     from vllm_crossspec.heads.flashhead import assets as files
     from vllm_crossspec.heads.flashhead.build import check_cluster_size, cluster
-    from vllm_crossspec.heads.flashhead.check import FINGERPRINT, fingerprint
     from vllm_crossspec.heads.flashhead.embedding import read_output_embedding
     from vllm_crossspec.heads.flashhead.head import check_probes
     from vllm_crossspec.heads.flashhead.quality import least_probes
@@ -100,24 +104,13 @@ def build(
     with stage_bars() as report:
         weight = weight.to(chosen)
         found = cluster(weight, cluster_size=cluster_size, iterations=iterations, seed=seed, progress=report)
-        members = files.group(found.assignments, num_clusters)
-        assert members is not None, "clusters of unequal size"
-        facts = {
-            "model": model.resolve().name,
-            "seed": seed,
-            "iterations": found.iterations,
-            "mean_cosine": round(found.cosine, 4),
-            FINGERPRINT: fingerprint(weight),
-        }
-        centroids = found.centroids.to(weight.dtype)
-        made = files.Assets(centroids, members, ids, probes or files.default_probes(num_clusters), facts)
+        made = _assets(found, weight, ids, probes, {"model": model.resolve().name, "seed": seed})
         if recall is not None:
             ranks = _ranks(model, target, weight, made, texts, new_tokens, report)
-            num_probes = least_probes(ranks, recall)
-            facts |= {"recall": recall, "measured_on": len(ranks.ranks)}
-            made = made._replace(num_probes=num_probes)
+            facts = {**made.facts, "recall": recall, "measured_on": len(ranks.ranks)}
+            made = made._replace(num_probes=least_probes(ranks, recall), facts=facts)
     files.save_assets(out, made)
-    console = _console()
+    console = Console()
     console.print(_description(out, made))
     if recall is not None:
         console.print(_curve(ranks, None, _numbers_to_show(made, None)))
@@ -125,8 +118,8 @@ def build(
 
 @app.command()
 def info(
-    assets: Annotated[Path, typer.Argument(help="Folder with clusters.", show_default=False)],
-    model: Annotated[Path | None, typer.Option(help="See whether they are this model's.")] = None,
+    assets: Annotated[Path, Argument(help="Folder with clusters.", show_default=False)],
+    model: Annotated[Path | None, Option(help="See whether they are this model's.")] = None,
 ) -> None:
     """Say what clusters a folder holds, after a check of every value.
 
@@ -136,24 +129,23 @@ def info(
     from vllm_crossspec.heads.flashhead.embedding import read_output_embedding
 
     shape = tuple(read_output_embedding(model, "--model").shape) if model is not None else (None, None)
-    _console().print(_description(assets, read_assets(assets, vocab_size=shape[0], hidden_size=shape[1], key="ASSETS")))
+    Console().print(_description(assets, read_assets(assets, vocab_size=shape[0], hidden_size=shape[1], key="ASSETS")))
 
 
 @app.command()
 def recall(
     model: ModelArgument,
-    assets: Annotated[Path, typer.Option("--assets", help="Folder with the model's clusters.")],
+    assets: Annotated[Path, Option("--assets", help="Folder with the model's clusters.")],
     prompts: PromptsOption = PROMPTS,
     new_tokens: NewTokensOption = 32,
     probes: Annotated[
-        str | None, typer.Option(help="Comma-separated numbers of probes. Default: powers of two and the assets' own.")
+        str | None, Option(help="Comma-separated numbers of probes. Default: powers of two and the assets' own.")
     ] = None,
     margin: Annotated[
-        float | None,
-        typer.Option(help="Adaptive: of these probes only clusters within so much of the best one's cosine."),
+        float | None, Option(help="Adaptive: of these probes only clusters within so much of the best one's cosine.")
     ] = None,
     target: TargetOption = None,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Also write the table to this file.")] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Also write the table to this file.")] = None,
     device: DeviceOption = "auto",
 ) -> None:
     """How often the head finds the dense head's token on the model's own answers, by number of probed clusters.
@@ -176,10 +168,9 @@ def recall(
     texts = _texts(prompts, model, target)
     with stage_bars() as report:
         ranks = _ranks(model, target, weight, read, texts, new_tokens, report)
-    _console().print(_curve(ranks, margin, numbers))
-    if json_file is not None:
-        rows = [at(ranks, number, margin)._asdict() for number in numbers]
-        json_file.write_text(json.dumps({"states": len(ranks.ranks), "margin": margin, "rows": rows}, indent=2) + "\n")
+    Console().print(_curve(ranks, margin, numbers))
+    rows = [at(ranks, number, margin)._asdict() for number in numbers]
+    write_json(json_file, {"states": len(ranks.ranks), "margin": margin, "rows": rows})
 
 
 # -- shared pieces --------------------------------------------------------------------------------------------
@@ -187,8 +178,6 @@ def recall(
 
 def _texts(prompts: Path, model: Path, target: Path | None) -> list[str]:
     """What to ask the model, before anything heavy starts."""
-    from vllm_crossspec.cli.prompts import read_prompts
-
     if find_spec("transformers") is None:
         raise ValueError('recall needs transformers: run `pip install "vllm-crossspec[train]"`')
     from vllm_crossspec.drafters.checkpoint import kind_of
@@ -201,6 +190,20 @@ def _texts(prompts: Path, model: Path, target: Path | None) -> list[str]:
     if kind is not None:
         _states_of(model).check_drafter_format(model)
     return [prompt.turns[0] for prompt in read_prompts(prompts)]
+
+
+def _assets(
+    found: "Clustering", weight: "torch.Tensor", special: tuple[int, ...], probes: int | None, facts: dict[str, Any]
+) -> "Assets":
+    """The clusters as they are stored, with how they were made."""
+    from vllm_crossspec.heads.flashhead.assets import Assets, default_probes, group
+    from vllm_crossspec.heads.flashhead.check import FINGERPRINT, fingerprint
+
+    members = group(found.assignments, len(found.centroids))
+    assert members is not None, "clusters of unequal size"
+    facts = {**facts, "iterations": found.iterations, "mean_cosine": round(found.cosine, 4)}
+    facts[FINGERPRINT] = fingerprint(weight)
+    return Assets(found.centroids.to(weight.dtype), members, special, probes or default_probes(len(members)), facts)
 
 
 def _ranks(
@@ -254,7 +257,7 @@ def _numbers_to_show(assets: "Assets", given: str | None) -> list[int]:
 
     if given is None:
         return sorted({*usual_probes(len(assets.members)), assets.num_probes})
-    return _integers(given, "--probes")
+    return integers("--probes", given, "whole numbers")
 
 
 def _curve(ranks: "Ranks", margin: float | None, numbers: list[int]) -> Table:
@@ -272,32 +275,19 @@ def _curve(ranks: "Ranks", margin: float | None, numbers: list[int]) -> Table:
 def _description(path: Path, assets: "Assets") -> Table:
     num_clusters, size = assets.members.shape
     width = assets.centroids.shape[1]
-    table = Table(title=str(path), show_header=False)
     scored = num_clusters + assets.num_probes * size + len(assets.special_token_ids)
-    for name, value in {
+    facts = {
         "vocabulary": f"{assets.vocab_size:,} tokens of width {width:,}",
         "clusters": f"{num_clusters:,} of {size} tokens",
         "probed": f"{assets.num_probes:,}, so {scored:,} rows are scored, {assets.vocab_size / scored:.1f} times fewer",
         "special tokens": ", ".join(map(str, assets.special_token_ids)) or "none",
         "made": ", ".join(f"{key} {value}" for key, value in assets.facts.items()) or "elsewhere",
-    }.items():
-        table.add_row(name, value)
-    return table
+    }
+    return facts_table(path, facts)
 
 
 def _ids(given: str, vocab_size: int) -> tuple[int, ...]:
-    ids = _integers(given, "--special") if given else []
+    ids = integers("--special", given, "whole numbers") if given else []
     if any(not 0 <= token < vocab_size for token in ids):
         raise ValueError(f"--special {given}: token ids lie between 0 and {vocab_size - 1}")
     return tuple(sorted(set(ids)))
-
-
-def _integers(given: str, option: str) -> list[int]:
-    try:
-        return [int(part) for part in given.split(",")]
-    except ValueError as problem:
-        raise ValueError(f"{option} {given}: give whole numbers with commas between them") from problem
-
-
-def _console() -> Console:
-    return Console()

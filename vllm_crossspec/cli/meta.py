@@ -26,12 +26,19 @@ def describe(runs: Sequence[Run], settings: dict[str, Any]) -> dict[str, Any]:
     environment = runs[0].environment
     return {
         "versions": {"vllm_crossspec": metadata.version("vllm-crossspec"), **environment["versions"]},
-        "command": shlex.join(["crossspec", *sys.argv[1:]]),
-        "commit": commit(),
+        **origin(),
         "hardware": {**hardware(), "device": environment["device"]},
         "kernels_interpreted": environment["kernels_interpreted"],
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         **settings,
+    }
+
+
+def origin() -> dict[str, Any]:
+    """The command, the commit and the time."""
+    return {
+        "command": shlex.join(["crossspec", *sys.argv[1:]]),
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer import Argument, Option
 
-from vllm_crossspec.cli.stages import stage_bars
+from vllm_crossspec.cli.options import check_file, integers
+from vllm_crossspec.cli.stages import facts_table, stage_bars
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from vllm_crossspec.ngram.store import Header, NgramStore
@@ -26,29 +28,28 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-StoreArgument = Annotated[Path, typer.Argument(help="A store that `build` or `import` wrote.", show_default=False)]
-OutOption = Annotated[Path, typer.Option("--out", help="File to write the store to; it appears when it is whole.")]
+StoreArgument = Annotated[Path, Argument(help="A store that `build` or `import` wrote.", show_default=False)]
+OutOption = Annotated[Path, Option("--out", help="File to write the store to; it appears when it is whole.")]
 TokenizerOption = Annotated[
-    Path | None, typer.Option(help="Folder of the model (or its tokenizer.json) whose tokens these are.")
+    Path | None, Option(help="Folder of the model (or its tokenizer.json) whose tokens these are.")
 ]
 VocabOption = Annotated[
-    int | None, typer.Option(help="Token ids lie below this. Default: the tokenizer's highest id and one.")
+    int | None, Option(help="Token ids lie below this. Default: the tokenizer's highest id and one.")
 ]
 BitsOption = Annotated[
-    int,
-    typer.Option(help="16: log-probabilities off by less than 0.0005 nats; 8: by less than 0.06, a byte a node less."),
+    int, Option(help="16: log-probabilities off by less than 0.0005 nats; 8: by less than 0.06, a byte a node less.")
 ]
 MinCountOption = Annotated[
-    int, typer.Option(help="Leave out n-grams of two tokens or more that were seen less often: smaller, less precise.")
+    int, Option(help="Leave out n-grams of two tokens or more that were seen less often: smaller, less precise.")
 ]
-WorkOption = Annotated[Path | None, typer.Option(help="Folder for what is half done. Default: OUT.work.")]
+WorkOption = Annotated[Path | None, Option(help="Folder for what is half done. Default: OUT.work.")]
 
 
 @app.command()
 def build(
     inputs: Annotated[
         list[Path],
-        typer.Argument(
+        Argument(
             help="Files or folders of them: .jsonl or .jsonl.gz (a line is an object with `text`, with `tokens`, with "
             "`prompt` and `response`, or what `crossspec train generate` wrote), .txt (a document), .npy (token ids in "
             "a row, a negative one between documents).",
@@ -56,18 +57,17 @@ def build(
         ),
     ],
     out: OutOption,
-    order: Annotated[int, typer.Option(help="Longest n-gram, 2 to 5 tokens. The paper uses 3.")] = 3,
+    order: Annotated[int, Option(help="Longest n-gram, 2 to 5 tokens. The paper uses 3.")] = 3,
     tokenizer: TokenizerOption = None,
     vocab_size: VocabOption = None,
     workers: Annotated[
-        int, typer.Option(min=1, help="Counters at once: Ray tasks where Ray is installed, else processes.")
+        int, Option(min=1, help="Counters at once: Ray tasks where Ray is installed, else processes.")
     ] = 1,
-    memory_gib: Annotated[float, typer.Option(min=0.001, help="Memory for counting, all workers together.")] = 2.0,
+    memory_gib: Annotated[float, Option(min=0.001, help="Memory for counting, all workers together.")] = 2.0,
     min_count: MinCountOption = 1,
     bits: BitsOption = 16,
     piece_mib: Annotated[
-        float,
-        typer.Option(min=0.001, help="Input that a worker takes at once; a killed build loses one such piece each."),
+        float, Option(min=0.001, help="Input that a worker takes at once; a killed build loses one such piece each.")
     ] = 256.0,
     work: WorkOption = None,
 ) -> None:
@@ -81,7 +81,7 @@ def build(
     """
     from vllm_crossspec.ngram import build as builder
 
-    _check_out(out)
+    check_file("--out", out)
     plan = builder.make_plan(
         inputs,
         order=order,
@@ -93,14 +93,12 @@ def build(
     )
     with stage_bars() as report:
         header = builder.build(plan, out, workers=workers, memory=int(memory_gib * GIB), work=work, progress=report)
-    _console().print(_description(out, header))
+    Console().print(_description(out, header))
 
 
 @app.command("import")
 def import_(
-    trie: Annotated[
-        Path, typer.Argument(help="A .trie file, as DART's `ngram_build.py` saves it.", show_default=False)
-    ],
+    trie: Annotated[Path, Argument(help="A .trie file, as DART's `ngram_build.py` saves it.", show_default=False)],
     out: OutOption,
     tokenizer: TokenizerOption = None,
     vocab_size: VocabOption = None,
@@ -118,7 +116,7 @@ def import_(
     from vllm_crossspec.ngram.store import tokenizer_hash
     from vllm_crossspec.ngram.trie import import_trie
 
-    _check_out(out)
+    check_file("--out", out)
     digest = ""
     if tokenizer is not None:
         digest = tokenizer_hash(tokenizer)
@@ -136,13 +134,12 @@ def import_(
             work=work,
             progress=report,
         )
-    _console().print(_description(out, header))
+    Console().print(_description(out, header))
 
 
 @app.command()
 def info(
-    store: StoreArgument,
-    check: Annotated[bool, typer.Option("--check", help="Read all of it and check every node.")] = False,
+    store: StoreArgument, check: Annotated[bool, Option("--check", help="Read all of it and check every node.")] = False
 ) -> None:
     """Say what a store holds, how large it is and how exact.
 
@@ -156,23 +153,23 @@ def info(
         start = time.perf_counter()
         check_contents(opened, str(store))
         table.add_row("checked", f"every node, in {time.perf_counter() - start:.1f} s")
-    _console().print(table)
+    Console().print(table)
 
 
 @app.command()
 def query(
     store: StoreArgument,
-    text: Annotated[str | None, typer.Option(help="What came before, with --tokenizer.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="What came before, as comma-separated token ids.")] = None,
+    text: Annotated[str | None, Option(help="What came before, with --tokenizer.")] = None,
+    tokens: Annotated[str | None, Option(help="What came before, as comma-separated token ids.")] = None,
     candidates: Annotated[
-        str | None, typer.Option(help="Comma-separated token ids to ask for. Default: the likeliest.")
+        str | None, Option(help="Comma-separated token ids to ask for. Default: the likeliest.")
     ] = None,
     tokenizer: TokenizerOption = None,
-    top: Annotated[int, typer.Option(min=1, help="How many of the likeliest tokens to show.")] = 10,
-    order: Annotated[int | None, typer.Option(help="Use n-grams of up to this length. Default: the store's.")] = None,
+    top: Annotated[int, Option(min=1, help="How many of the likeliest tokens to show.")] = 10,
+    order: Annotated[int | None, Option(help="Use n-grams of up to this length. Default: the store's.")] = None,
     backoff: Annotated[
         float | None,
-        typer.Option(help="Stupid backoff by this factor (0.4 is usual). Default: the longest match, as in the paper."),
+        Option(help="Stupid backoff by this factor (0.4 is usual). Default: the longest match, as in the paper."),
     ] = None,
 ) -> None:
     """Ask what follows some tokens, and by how many of them it is known ("matched").
@@ -190,13 +187,13 @@ def query(
     if (text is None) == (tokens is None):
         raise ValueError("say what came before: --text TEXT with --tokenizer FOLDER, or --tokens 1,2,3")
     if tokens is not None:
-        ids = _ids(tokens, "--tokens")
+        ids = integers("--tokens", tokens, "token ids")
     elif loaded is not None:
         ids = loaded.encode(text, add_special_tokens=False).ids
     else:
         raise ValueError("--text needs --tokenizer, the folder of the model that the store is for")
-    wanted = _ids(candidates, "--candidates") if candidates is not None else None
-    _console().print(_answers(opened, ids, wanted, top, backoff, loaded))
+    wanted = integers("--candidates", candidates, "token ids") if candidates is not None else None
+    Console().print(_answers(opened, ids, wanted, top, backoff, loaded))
 
 
 # -- shared pieces --------------------------------------------------------------------------------------------
@@ -233,27 +230,10 @@ def _shown(ids: list[int], loaded: Any) -> str:
     return plain if loaded is None else f"{plain} {loaded.decode(ids, skip_special_tokens=False)!r}"
 
 
-def _ids(given: str, option: str) -> list[int]:
-    try:
-        return [int(part) for part in given.split(",")]
-    except ValueError as problem:
-        raise ValueError(f"{option} {given}: give token ids with commas between them") from problem
-
-
-def _check_out(out: Path) -> None:
-    if out.is_dir() or not out.resolve().parent.is_dir():
-        raise ValueError(f"--out {out}: name a file in a folder that exists")
-
-
-def _console() -> Console:
-    return Console()
-
-
 def _description(path: Path, header: "Header") -> Table:
-    table = Table(title=str(path), show_header=False)
     size = path.stat().st_size
     seen = (header.num_unigrams, *header.level_sizes[1:])
-    for name, value in {
+    facts = {
         "n-grams": ", ".join(f"{count:,} of {length}" for length, count in enumerate(seen, start=1)),
         "counted in": f"{header.num_tokens:,} tokens",
         "vocabulary": f"{header.vocab_size:,} tokens, tokenizer {header.tokenizer[:12] or 'not named'}",
@@ -262,6 +242,5 @@ def _description(path: Path, header: "Header") -> Table:
         "lookup": "at most "
         + " + ".join(str(most.bit_length() + 1) for most in header.max_children)
         + " reads for its levels",
-    }.items():
-        table.add_row(name, value)
-    return table
+    }
+    return facts_table(path, facts)

@@ -14,21 +14,20 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any, TypeAlias
+
+from vllm_crossspec.names import DEBUG_VARIABLE
 
 CHILD_MODULE = "vllm_crossspec.engine.jobs.offline"
 PRELOADED = "vllm_crossspec.engine.jobs.preload"
-CHILD_DEFAULTS = {
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "TOKENIZERS_PARALLELISM": "false",
-}
+CHILD_DEFAULTS = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Environment of an engine process where the user set nothing (the KV cache size, in GiB, is the CPU's)."""
 
 BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
@@ -36,6 +35,11 @@ BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 
 READ_AT_IMPORT = ("TRITON_", "VLLM_", "TORCH", "HF_", "LD_", "PYTHON", "OMP_")
 """How variables begin that vLLM or what it stands on reads when it is imported: another value, another server."""
+
+NO_MODEL = re.compile(
+    "couldn't connect to 'https?:|not a valid model identifier|not appear to have a file named|not a local folder"
+)
+"""What Hugging Face's errors say of a model that is neither a folder nor to be had from the hub."""
 
 LOG_TAIL_LINES = 15
 POLL_SECONDS = 1.0
@@ -45,17 +49,8 @@ class EngineError(RuntimeError):
     """An engine process ended without its results; the message is what a user can go by."""
 
 
-class EngineProcess(Protocol):
-    """What is asked of an engine's process, however it was started."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Its status, as :class:`subprocess.Popen` gives it; None while it runs."""
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        """The status once it has ended; None if it still runs after ``timeout`` seconds."""
-
+EngineProcess: TypeAlias = "_Started | _Forked"
+"""An engine's process, however it was started."""
 
 Starter = Callable[[str, Path, int, Path, dict[str, str], Sequence[int]], EngineProcess]
 
@@ -93,6 +88,35 @@ def engine_process(
         _end(process)
 
 
+def engine_events(
+    name: str, job: Mapping[str, Any], module: str | None = None, cores: Sequence[int] = ()
+) -> Iterator[dict[str, Any]]:
+    """Run a job in a process of its own; its events.
+
+    Args:
+        name: of the job in messages; an event that names another ``method`` is about that one.
+        job: what the module reads.
+        module: as of :func:`engine_process`, like ``cores``.
+        cores: that the process keeps to; none for all.
+
+    Raises:
+        ValueError: the engine refused the job; the message is its sentence.
+        EngineError: the process died; the message ends with the last lines of its log.
+    """
+    with tempfile.TemporaryDirectory(prefix="crossspec-") as folder:
+        job_file, log_file = Path(folder, "job.json"), Path(folder, "log.txt")
+        job_file.write_text(json.dumps(job))
+        with engine_process(job_file, log_file, module, cores) as (process, events):
+            for event in events:
+                name = event.get("method", name)
+                if event["event"] == "error":
+                    raise ValueError(f"{name}: {event['message']}")
+                yield event
+            status = process.wait()
+        if status:
+            raise EngineError(post_mortem(name, status, log_file.read_text(errors="replace")))
+
+
 _running: list[EngineProcess] = []
 
 
@@ -103,7 +127,11 @@ def end_all() -> None:
 
 
 class _Started:
-    """A process of its own from the beginning."""
+    """A process of its own from the beginning.
+
+    ``poll`` gives the status as :class:`subprocess.Popen` does, None while it runs; ``wait`` None if it still runs
+    after the timeout, in seconds.
+    """
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self._process, self.pid = process, process.pid
@@ -253,6 +281,8 @@ def post_mortem(method: str, status: int, log: str) -> str:
     errors = [m.group(1) for line in lines if (m := re.search(r"\b(\w+(?:Error|Exception): .+)$", line))]
     # vLLM's front end only says that its engine core failed and points at the lines above.
     causes = [error for error in errors if "Engine core initialization failed" not in error]
+    if causes and NO_MODEL.search(causes[-1]) and not os.environ.get(DEBUG_VARIABLE):
+        return f"{method}: a model is neither a folder here nor found on the hub: {causes[-1].partition(': ')[2]}"
     how = f"was ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}"
     cause = f": {causes[-1]}" if causes else ""
     tail = "\n".join(lines[-LOG_TAIL_LINES:])

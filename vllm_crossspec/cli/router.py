@@ -1,19 +1,17 @@
 """`crossspec calibrate`, `oracle` and `trace`: what records say about routing, without an engine."""
 
-import json
 import math
-import shlex
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 from rich.table import Table
+from typer import Option
 
 from vllm_crossspec.cli import meta
-from vllm_crossspec.cli.compare import check_writable, wide_console
+from vllm_crossspec.cli.compare import wide_console
+from vllm_crossspec.cli.options import check_file, grouped, name_list, parse_json, write_json
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     import torch
@@ -24,27 +22,32 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from vllm_crossspec.training.calibration import Row
     from vllm_crossspec.training.records import Records
 
-RecordsOption = Annotated[Path, typer.Option(help="Folder that `crossspec collect` wrote, finished or not.")]
+RecordsOption = Annotated[Path, Option(help="Folder that `crossspec collect` wrote, finished or not.")]
 DraftersOption = Annotated[
-    str | None, typer.Option(help="Comma-separated names of the drafters to look at. Default: all that were recorded.")
+    str | None, Option(help="Comma-separated names of the drafters to look at. Default: all that were recorded.")
 ]
-RouterOption = Annotated[Path | None, typer.Option(help="Folder of a router that `crossspec train router` wrote.")]
-CostsOption = Annotated[
-    Path | None,
-    typer.Option(
-        help="JSON with the seconds of a round: `batch_sizes` [B] and `draft`, `verify`, `switch`, each [B][N] in "
-        "routing order. Methods are then judged by tokens a second, else by acceptance length."
-    ),
-]
-SecondsOption = Annotated[
-    str | None,
-    typer.Option("--seconds", help="Instead of --costs: comma-separated seconds of a round with each drafter."),
-]
-SwitchOption = Annotated[
-    str | None, typer.Option("--switch-seconds", help="With --seconds: seconds of a switch to each drafter. Default 0.")
-]
-BatchOption = Annotated[int, typer.Option("--batch-size", min=1, help="Batch size of --costs to look at.")]
-JsonOption = Annotated[Path | None, typer.Option("--json", help="Write what was found as one JSON document.")]
+RouterOption = Annotated[Path | None, Option(help="Folder of a router that `crossspec train router` wrote.")]
+JsonOption = Annotated[Path | None, Option("--json", help="Write what was found as one JSON document.")]
+
+
+class CostOptions(NamedTuple):
+    """What a round costs, from a file or written down."""
+
+    costs: Annotated[
+        Path | None,
+        Option(
+            help="JSON with the seconds of a round: `batch_sizes` [B] and `draft`, `verify`, `switch`, each [B][N] in "
+            "routing order. Methods are then judged by tokens a second, else by acceptance length."
+        ),
+    ] = None
+    seconds: Annotated[
+        str | None,
+        Option("--seconds", help="Instead of --costs: comma-separated seconds of a round with each drafter."),
+    ] = None
+    switch_seconds: Annotated[
+        str | None, Option("--switch-seconds", help="With --seconds: seconds of a switch to each drafter. Default 0.")
+    ] = None
+    batch_size: Annotated[int, Option("--batch-size", min=1, help="Batch size of --costs to look at.")] = 1
 
 
 class Loaded(NamedTuple):
@@ -64,17 +67,16 @@ class Loaded(NamedTuple):
         return checkpoint_gains(self.records, self.checkpoint)
 
 
+@grouped
 def calibrate(
+    *,
     records: RecordsOption,
-    policy: Annotated[str, typer.Option(help="entropy or neural.")] = "entropy",
+    policy: Annotated[str, Option(help="entropy or neural.")] = "entropy",
     router: RouterOption = None,
     drafters: DraftersOption = None,
-    costs: CostsOption = None,
-    seconds: SecondsOption = None,
-    switch_seconds: SwitchOption = None,
-    batch_size: BatchOption = 1,
-    points: Annotated[int, typer.Option(min=3, help="Thresholds of the grid, at most.")] = 41,
-    picture: Annotated[Path | None, typer.Option(help="Draw the curves into this .png or .svg file.")] = None,
+    costs: CostOptions,
+    points: Annotated[int, Option(min=3, help="Thresholds of the grid, at most.")] = 41,
+    picture: Annotated[Path | None, Option(help="Draw the curves into this .png or .svg file.")] = None,
     json_file: JsonOption = None,
 ) -> None:
     """Search the router's threshold on records, for each category and for all (32 to 64 prompts each are enough).
@@ -89,7 +91,7 @@ def calibrate(
     if policy == "neural" and router is None:
         raise ValueError("--policy neural needs --router, a folder that `crossspec train router` wrote")
     _check_outputs(json_file, picture)
-    loaded = _load(records, drafters, router, _CostFlags(costs, seconds, switch_seconds, batch_size))
+    loaded = _load(records, drafters, router, costs)
     from vllm_crossspec.training import calibration
 
     names = loaded.records.facts.drafters
@@ -122,20 +124,19 @@ def calibrate(
     _write_json(json_file, loaded, rows, content)
 
 
+@grouped
 def oracle(
+    *,
     records: RecordsOption,
     router: RouterOption = None,
     entropy_threshold: Annotated[
-        str | None, typer.Option(help="Show WhiFlash-Entropy at this threshold (one number for each drafter but one).")
+        str | None, Option(help="Show WhiFlash-Entropy at this threshold (one number for each drafter but one).")
     ] = None,
     neural_threshold: Annotated[
-        str | None, typer.Option(help="Show WhiFlash-Neural at this threshold, with --router. Default: 'auto'.")
+        str | None, Option(help="Show WhiFlash-Neural at this threshold, with --router. Default: 'auto'.")
     ] = None,
     drafters: DraftersOption = None,
-    costs: CostsOption = None,
-    seconds: SecondsOption = None,
-    switch_seconds: SwitchOption = None,
-    batch_size: BatchOption = 1,
+    costs: CostOptions,
     json_file: JsonOption = None,
 ) -> None:
     """How far routing can get on these texts: single drafters, routers, and the three oracles of the WhiFlash paper.
@@ -148,17 +149,14 @@ def oracle(
     if neural_threshold is not None and router is None:
         raise ValueError("--neural-threshold needs --router, a folder that `crossspec train router` wrote")
     _check_outputs(json_file, None)
-    flags = _CostFlags(costs, seconds, switch_seconds, batch_size)
-    loaded = _load(records, drafters, router, flags)
+    loaded = _load(records, drafters, router, costs)
     from vllm_crossspec.training import calibration
 
     rules = calibration.oracle_rules(loaded.records, loaded.value)
     if entropy_threshold is not None or loaded.checkpoint is not None:
-        name, rule = _rule(loaded, "entropy", entropy_threshold, "--entropy-threshold")
-        rules[name] = rule
+        rules |= [_rule(loaded, "entropy", entropy_threshold, "--entropy-threshold")]
     if loaded.checkpoint is not None:
-        name, rule = _rule(loaded, "neural", neural_threshold, "--neural-threshold")
-        rules[name] = rule
+        rules |= [_rule(loaded, "neural", neural_threshold, "--neural-threshold")]
     rows = calibration.table(loaded.records, rules, loaded.value)
     wide_console().print(_grid(rows, loaded))
     _write_json(json_file, loaded, rows, {})
@@ -166,13 +164,11 @@ def oracle(
 
 def trace(
     records: RecordsOption,
-    picture: Annotated[Path, typer.Option(help="Draw into this .png or .svg file.")],
-    text: Annotated[
-        int | None, typer.Option(min=0, help="Number of the text. Default: the first of --category.")
-    ] = None,
-    category: Annotated[str | None, typer.Option(help="Category to take the text from.")] = None,
-    policy: Annotated[str, typer.Option(help="Whose choices to show: entropy, neural or oracle.")] = "oracle",
-    threshold: Annotated[str | None, typer.Option(help="Of the policy. Default: 'auto'.")] = None,
+    picture: Annotated[Path, Option(help="Draw into this .png or .svg file.")],
+    text: Annotated[int | None, Option(min=0, help="Number of the text. Default: the first of --category.")] = None,
+    category: Annotated[str | None, Option(help="Category to take the text from.")] = None,
+    policy: Annotated[str, Option(help="Whose choices to show: entropy, neural or oracle.")] = "oracle",
+    threshold: Annotated[str | None, Option(help="Of the policy. Default: 'auto'.")] = None,
     router: RouterOption = None,
     drafters: DraftersOption = None,
     json_file: JsonOption = None,
@@ -188,7 +184,7 @@ def trace(
     if policy == "neural" and router is None:
         raise ValueError("--policy neural needs --router, a folder that `crossspec train router` wrote")
     _check_outputs(json_file, picture)
-    loaded = _load(records, drafters, router, _CostFlags(None, None, None, 1))
+    loaded = _load(records, drafters, router, CostOptions())
     chosen = _text(loaded.records, text, category)
     from vllm_crossspec.router.simulate import oracle_token, walk
     from vllm_crossspec.training.pictures import draw_trace
@@ -216,30 +212,20 @@ def trace(
             "entropy": loaded.records.entropy[chosen.start : chosen.end].tolist(),
             "rounds": [{"token": place, "drafter": names[drafter]} for place, drafter in rounds],
         }
-        json_file.write_text(json.dumps({**content, "meta": _meta(loaded)}, indent=2) + "\n")
+        write_json(json_file, {**content, "meta": _meta(loaded)})
 
 
 # -- shared pieces --------------------------------------------------------------------------------------------
 
 
-class _CostFlags(NamedTuple):
-    costs: Path | None
-    seconds: str | None
-    switch_seconds: str | None
-    batch_size: int
-
-
 def _check_outputs(json_file: Path | None, picture: Path | None) -> None:
-    if json_file is not None:
-        check_writable(json_file)
-    if picture is not None:
-        if picture.suffix not in (".png", ".svg"):
-            raise ValueError(f"--picture {picture}: name a .png or .svg file")
-        if not picture.resolve().parent.is_dir():
-            raise ValueError(f"--picture {picture}: name a file in a folder that exists")
+    check_file("--json", json_file)
+    if picture is not None and picture.suffix not in (".png", ".svg"):
+        raise ValueError(f"--picture {picture}: name a .png or .svg file")
+    check_file("--picture", picture)
 
 
-def _load(folder: Path, drafters: str | None, router: Path | None, flags: _CostFlags) -> Loaded:
+def _load(folder: Path, drafters: str | None, router: Path | None, flags: CostOptions) -> Loaded:
     """Records, what is to be most, and the trained router. Raises ValueError where they do not fit each other."""
     from vllm_crossspec.router.checkpoint import read_router
     from vllm_crossspec.router.simulate import Value
@@ -247,7 +233,7 @@ def _load(folder: Path, drafters: str | None, router: Path | None, flags: _CostF
 
     records = read_records(folder)
     if drafters is not None:
-        records = choose_drafters(records, [name.strip() for name in drafters.split(",")])
+        records = choose_drafters(records, name_list(drafters))
     facts = records.facts
     costs = _round_costs(flags, facts.drafters)
     checkpoint = None
@@ -256,7 +242,7 @@ def _load(folder: Path, drafters: str | None, router: Path | None, flags: _CostF
     return Loaded(records, Value(costs, flags.batch_size), checkpoint)
 
 
-def _round_costs(flags: _CostFlags, drafters: tuple[str, ...]) -> "RoundCosts | None":
+def _round_costs(flags: CostOptions, drafters: tuple[str, ...]) -> "RoundCosts | None":
     """The costs that the flags give; None where they give none. Raises ValueError."""
     from vllm_crossspec.router.costs import RoundCosts
 
@@ -274,10 +260,7 @@ def _round_costs(flags: _CostFlags, drafters: tuple[str, ...]) -> "RoundCosts | 
         tables["switch"] = [switches]
     else:
         assert flags.costs is not None
-        try:
-            tables = json.loads(flags.costs.read_text())
-        except json.JSONDecodeError as problem:
-            raise ValueError(f"--costs {flags.costs} is not JSON (line {problem.lineno}: {problem.msg})") from problem
+        tables = parse_json("--costs", flags.costs, flags.costs.read_text())
     shape = (
         f"`batch_sizes` [B] rising, and `draft`, `verify` and `switch`, each [B][{wanted}] for {', '.join(drafters)}"
     )
@@ -322,12 +305,9 @@ def _text(records: "Records", number: int | None, category: str | None) -> Any:
         raise ValueError(f"--category {category}: the records are of {', '.join(records.categories)}")
     texts = [t for t in records.texts if category in (None, t.category) and number in (None, t.number)]
     if not texts:
-        raise ValueError(f"--text {number}: no such text among the records; the first ones are {_first(records)}")
+        first = ", ".join(str(text.number) for text in records.texts[:8])
+        raise ValueError(f"--text {number}: no such text among the records; the first ones are {first}")
     return texts[0]
-
-
-def _first(records: "Records") -> str:
-    return ", ".join(str(text.number) for text in records.texts[:8])
 
 
 def _numbers(thresholds: Sequence[float]) -> str:
@@ -352,9 +332,7 @@ def _grid(rows: "Sequence[Row]", loaded: Loaded) -> Table:
 def _meta(loaded: Loaded) -> dict[str, Any]:
     facts = loaded.records.facts
     return {
-        "command": shlex.join(["crossspec", *sys.argv[1:]]),
-        "commit": meta.commit(),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        **meta.origin(),
         "target": facts.model,
         "num_texts": len(loaded.records.texts),
         "num_records": len(loaded.records.entropy),
@@ -362,8 +340,6 @@ def _meta(loaded: Loaded) -> dict[str, Any]:
 
 
 def _write_json(json_file: Path | None, loaded: Loaded, rows: "Sequence[Row]", content: dict[str, Any]) -> None:
-    if json_file is None:
-        return
     document = {
         "value": loaded.value.name,
         "drafters": loaded.records.facts.drafters,
@@ -371,4 +347,4 @@ def _write_json(json_file: Path | None, loaded: Loaded, rows: "Sequence[Row]", c
         **content,
         "meta": _meta(loaded),
     }
-    json_file.write_text(json.dumps(document, indent=2) + "\n")
+    write_json(json_file, document)

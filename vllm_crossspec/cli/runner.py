@@ -5,14 +5,11 @@ The commands `demo` and `bench` share it. Nothing here imports vLLM: the process
 """
 
 import itertools
-import json
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
-from vllm_crossspec.cli.processes import EngineError, engine_process, post_mortem
+from vllm_crossspec.cli.processes import EngineError, engine_events
 
 ALL = "all"
 PLAIN = "plain"
@@ -51,12 +48,7 @@ class Job:
             {"category": category, "prompts": [{"where": p.where, "turns": p.turns} for p in prompts]}
             for category, prompts in by_category(self.prompts).items()
         ]
-        return {
-            "engine": dict(self.engine),
-            "sampling": dict(self.sampling),
-            "groups": groups,
-            "chat": self.chat,
-        }
+        return {"engine": dict(self.engine), "sampling": dict(self.sampling), "groups": groups, "chat": self.chat}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +95,6 @@ class Row:
         """Target calls that verified a draft (or, for `plain`, decoded a token)."""
         return self.num_target_calls - self.num_prompts
 
-    def as_dict(self) -> dict[str, Any]:
-        """The row as the JSON document has it."""
-        return asdict(self)
-
 
 Listener = Callable[[dict[str, Any]], None]
 
@@ -127,18 +115,8 @@ def check(jobs: Sequence[Job]) -> None:
         EngineError: the process died.
     """
     checks = [{"method": job.method, "engine": dict(job.engine)} for job in jobs]
-    with tempfile.TemporaryDirectory(prefix="crossspec-") as folder:
-        job_file, log_file = Path(folder, "job.json"), Path(folder, "log.txt")
-        job_file.write_text(json.dumps({"checks": checks}))
-        method = jobs[0].method
-        with engine_process(job_file, log_file) as (process, events):
-            for event in events:
-                if event["event"] == "error":
-                    raise ValueError(f"{method}: {event['message']}")
-                method = event["method"]
-            status = process.wait()
-        if status:
-            raise EngineError(post_mortem(method, status, log_file.read_text(errors="replace")))
+    for _ in engine_events(jobs[0].method, {"checks": checks}):
+        pass
 
 
 def run(job: Job, listener: Listener, cores: Sequence[int] = ()) -> Run:
@@ -153,30 +131,18 @@ def run(job: Job, listener: Listener, cores: Sequence[int] = ()) -> Run:
         ValueError: the engine refused the job; the message is its sentence.
         EngineError: the process died; the message ends with the last lines of its log.
     """
-    with tempfile.TemporaryDirectory(prefix="crossspec-") as folder:
-        job_file, log_file = Path(folder, "job.json"), Path(folder, "log.txt")
-        job_file.write_text(json.dumps(job.as_message()))
-        environment: dict[str, Any] = {}
-        groups: dict[str, dict[str, Any]] = {}
-        refusal = ""
-        with engine_process(job_file, log_file, cores=cores) as (process, events):
-            for event in events:
-                kind = event.pop("event")
-                listener({"event": kind, **event})
-                if kind == "ready":
-                    environment = event
-                elif kind == "group":
-                    groups[event.pop("category")] = event
-                elif kind == "error":
-                    refusal = event["message"]
-            status = process.wait()
-        if refusal:
-            raise ValueError(f"{job.method}: {refusal}")
-        if status:
-            raise EngineError(post_mortem(job.method, status, log_file.read_text(errors="replace")))
-        missing = [category for category in by_category(job.prompts) if category not in groups]
-        if missing:
-            raise EngineError(f"{job.method}: the engine's process ended without results for {missing[0]}")
+    environment: dict[str, Any] = {}
+    groups: dict[str, dict[str, Any]] = {}
+    for event in engine_events(job.method, job.as_message(), cores=cores):
+        listener(event)
+        fields = {name: value for name, value in event.items() if name != "event"}
+        if event["event"] == "ready":
+            environment = fields
+        elif event["event"] == "group":
+            groups[fields.pop("category")] = fields
+    missing = [category for category in by_category(job.prompts) if category not in groups]
+    if missing:
+        raise EngineError(f"{job.method}: the engine's process ended without results for {missing[0]}")
     return Run(method=job.method, environment=environment, groups=groups)
 
 

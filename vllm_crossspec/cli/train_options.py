@@ -1,44 +1,59 @@
 """What the commands of `crossspec train` share: their options, and the checks before anything heavy is imported."""
 
 import importlib.util
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, NamedTuple
 
-import typer
+from typer import Option
 
-Data = Annotated[Path, typer.Option(help="Folder of train-*.jsonl[.gz] and dev-*.jsonl[.gz] rows of text.")]
-Responses = Annotated[Path, typer.Option(help="Folder that `crossspec train generate` wrote for this target.")]
-Target = Annotated[Path, typer.Option(help="Hugging Face folder of the target (config.json and safetensors).")]
-Out = Annotated[Path, typer.Option(help="Work folder: what is made, and what a stopped run needs to go on.")]
+Data = Annotated[Path, Option(help="Folder of train-*.jsonl[.gz] and dev-*.jsonl[.gz] rows of text.")]
+Responses = Annotated[Path, Option(help="Folder that `crossspec train generate` wrote for this target.")]
+Target = Annotated[Path, Option(help="Hugging Face folder of the target (config.json and safetensors).")]
+Out = Annotated[Path, Option(help="Work folder: what is made, and what a stopped run needs to go on.")]
 Steps = Annotated[
     int,
-    typer.Option(
-        min=1, help="Optimizer steps in all; the rate decays over the last part. A finished run goes on with more."
-    ),
+    Option(min=1, help="Optimizer steps in all; the rate decays over the last part. A finished run goes on with more."),
 ]
-Rate = Annotated[float, typer.Option(min=0.0, help="Peak learning rate of Muon (matrices) and AdamW (the rest).")]
-Seed = Annotated[int, typer.Option(min=0, help="Of weights, data order and every other draw.")]
-Threads = Annotated[int, typer.Option(min=0, help="CPU threads; 0 leaves the choice to torch.")]
+Rate = Annotated[float, Option(min=0.0, help="Peak learning rate of Muon (matrices) and AdamW (the rest).")]
+Seed = Annotated[int, Option(min=0, help="Of weights, data order and every other draw.")]
+Threads = Annotated[int, Option(min=0, help="CPU threads; 0 leaves the choice to torch.")]
 Resume = Annotated[
-    bool,
-    typer.Option("--resume/--restart", help="Go on from the state in --out, or throw it away and begin anew."),
+    bool, Option("--resume/--restart", help="Go on from the state in --out, or throw it away and begin anew.")
 ]
 Teacher = Annotated[
     float,
-    typer.Option(
+    Option(
         min=0.01,
         help="Temperature of the target's distribution to imitate: 1 is its own, 0.1 nearly its first choice alone.",
     ),
 ]
-Rows = Annotated[int, typer.Option(min=1, help="Responses of one optimizer step.")]
+Rows = Annotated[int, Option(min=1, help="Responses of one optimizer step.")]
 Device = Annotated[
     str,
-    typer.Option(
+    Option(
         help="cpu, cuda, or auto: a GPU where torch sees one. No GPU was at hand when this was written: what runs "
         "there (FlexAttention, compiled) is tested against the CPU's form of it, but was never run or timed."
     ),
 ]
-Bfloat16 = Annotated[bool, typer.Option("--bfloat16/--float32", help="Of the computation; the weights are float32.")]
+Bfloat16 = Annotated[bool, Option("--bfloat16/--float32", help="Of the computation; the weights are float32.")]
+
+
+class Lessons(NamedTuple):
+    """What a drafter learns from: the target's responses, and the target."""
+
+    data: Responses
+    target: Target
+
+
+class Machine(NamedTuple):
+    """How it is computed, and whether a stopped run goes on."""
+
+    device: Device = "auto"
+    seed: Seed = 0
+    threads: Threads = 0
+    resume: Resume = True
 
 
 def begin(out: Path, threads: int, resume: bool) -> None:
@@ -80,8 +95,25 @@ def check_start(start: Path) -> None:
         )
 
 
-def begin_drafter(data: Path, target: Path, out: Path, threads: int, resume: bool) -> None:
-    """What every drafter's command does first: see that its inputs are there, and :func:`begin`."""
-    check_folder("--data", data, "make it with `crossspec train generate`")
-    check_model_folder(target)
-    begin(out, threads, resume)
+class DrafterRun(NamedTuple):
+    """A drafter's training, all but its config."""
+
+    lessons: Lessons
+    out: Path
+    steps: int
+    lr: float
+    machine: Machine
+
+    def begin(self) -> None:
+        """What every drafter's command does first: see that its inputs are there, and :func:`begin`."""
+        check_folder("--data", self.lessons.data, "make it with `crossspec train generate`")
+        check_model_folder(self.lessons.target)
+        begin(self.out, self.machine.threads, self.machine.resume)
+
+    def train(self, train: Callable[..., Any], config: Any, made: str = "drafter") -> None:
+        """Train it, and say where it is."""
+        from vllm_crossspec.training.loop import LoopConfig
+
+        loop = LoopConfig(steps=self.steps, lr=self.lr, seed=self.machine.seed)
+        train(*self.lessons, self.out, config, loop, self.machine.device)
+        sys.stdout.write(f"{made} in {self.out / 'model'}\n")

@@ -3,9 +3,8 @@
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
-Array = npt.NDArray[np.int64]
+from vllm_crossspec.arrays import Array
 
 BACKLOG_EDGES = (0, 1, 4, 16, 64, 128, 256, 512, 1024)
 """Upper edges of the histogram of missed tokens; one more bucket holds the rest."""

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from vllm_crossspec.arrays import Array
 from vllm_crossspec.ngram.inputs import Tokens
 from vllm_crossspec.ngram.levels import LevelFiles, Progress, quiet
 
-Array = npt.NDArray[np.int64]
 Words = npt.NDArray[np.uint64]
 BYTES_A_TOKEN = 120
 """What sorting a run takes in memory for every n-gram in it, measured at its peak."""

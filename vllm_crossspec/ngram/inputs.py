@@ -20,7 +20,8 @@ from typing import IO, Any, NamedTuple, TypeGuard
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.int64]
+from vllm_crossspec.arrays import Array
+
 SUFFIXES = (".jsonl", ".jsonl.gz", ".txt", ".npy")
 SEPARATOR = -1
 DOCUMENTS_AT_ONCE = 256

@@ -9,9 +9,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from vllm_crossspec.arrays import Array
 from vllm_crossspec.ngram.store import MAX_CODES, Header, code_scale
 
-Array = npt.NDArray[np.int64]
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is, and of how much."""
 
@@ -72,14 +72,6 @@ class Facts(NamedTuple):
     tokenizer: str
     bits: int
     min_count: int
-
-
-def ranges(starts: Array, counts: Array) -> Array:
-    """``starts[i], starts[i] + 1, ...``, ``counts[i]`` numbers each, one after the other."""
-    ends = np.cumsum(counts)
-    total = int(ends[-1]) if len(ends) else 0
-    firsts: Array = np.repeat(starts - ends + counts, counts)
-    return firsts + np.arange(total)
 
 
 def blocks(kids: npt.NDArray[np.int32], limit: int = BLOCK) -> Iterator[tuple[int, int, int, Array]]:

@@ -17,10 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vllm_crossspec.ngram.levels import Facts, LevelFiles, Progress, blocks, quiet, ranges, write_store
+from vllm_crossspec.arrays import Array, ranges
+from vllm_crossspec.ngram.levels import Facts, LevelFiles, Progress, blocks, quiet, write_store
 from vllm_crossspec.ngram.store import MAX_CODES, MAX_ORDER, MAX_VOCAB_SIZE, MIN_ORDER, Header
 
-Array = npt.NDArray[np.int64]
 HEAD = 16
 CELL = 12
 CHUNK = 1 << 20

@@ -16,6 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from vllm_crossspec.heads.flashhead.embedding import read_json
+
 CONFIG_FILE, TENSORS_FILE, ASSETS_FOLDER = "config.json", "clustering_cache.safetensors", "flash_head_assets"
 FOLDER_KEY, FACTS_KEY = "flash_head_cache_dir", "crossspec_flashhead"
 DEFAULT_PROBE_SHARE = 16
@@ -100,7 +102,7 @@ def check_out(folder: Path, key: str = "--out") -> None:
     config = folder / CONFIG_FILE
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{key} {folder} is a file; name a folder for the clusters")
-    if config.exists() and FACTS_KEY not in _read_json(config, key):
+    if config.exists() and FACTS_KEY not in read_json(config, f"{key}:"):
         raise ValueError(f"{key} {folder} has a config.json that is not ours; name a new folder for the clusters")
 
 
@@ -140,7 +142,7 @@ def _locate(folder: Path, key: str) -> tuple[Path, dict[str, Any]]:
     if not folder.is_dir():
         raise ValueError(f"{key}: there is no folder {str(folder)!r}; {_REMEDY}, or give the folder of some")
     for place in (folder, folder.parent):
-        config = _read_json(place / CONFIG_FILE, key) if (place / CONFIG_FILE).is_file() else {}
+        config = read_json(place / CONFIG_FILE, f"{key}:") if (place / CONFIG_FILE).is_file() else {}
         named = config.get(FOLDER_KEY)
         if not isinstance(named, str):
             continue
@@ -152,16 +154,6 @@ def _locate(folder: Path, key: str) -> tuple[Path, dict[str, Any]]:
     if (folder / TENSORS_FILE).is_file():
         return folder / TENSORS_FILE, {}
     raise ValueError(f"{key}: {folder} has no clusters ({TENSORS_FILE}) and no config.json that names any; {_REMEDY}")
-
-
-def _read_json(file: Path, key: str) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{key}: {file} is not valid JSON ({error}); copy it again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{key}: {file} holds no JSON object; copy it again")
-    return content
 
 
 def _check_shapes(file: Any, where: str, vocab_size: int | None, hidden_size: int | None) -> None:

@@ -52,7 +52,7 @@ def own_output(folder: Path, key: str, may_be_tied: bool = True) -> tuple[Path, 
     """
     if not folder.is_dir() or not (folder / "config.json").is_file():
         raise ValueError(f"{key} {folder} has no config.json; give a Hugging Face model folder")
-    config = _read_json(folder / "config.json", key)
+    config = read_json(folder / "config.json", key)
     places = tensor_files(folder, key)
     if any(name.endswith(("lm_head.bias", "embed_out.bias")) for name in places):
         raise ValueError(f"{key} {folder}: its output layer has a bias, which the head leaves out; use the dense head")
@@ -91,12 +91,12 @@ def read_special_tokens(folder: Path, vocab_size: int, key: str = "MODEL") -> tu
     found: set[int] = set()
     for file in ("config.json", "generation_config.json"):
         if (folder / file).is_file():
-            content = _read_json(folder / file, key)
+            content = read_json(folder / file, key)
             for name in _STOPS:
                 ids = _read(content, name, None)
                 found |= set(ids if isinstance(ids, list) else [ids])
     if (folder / "tokenizer.json").is_file():
-        added = _read_json(folder / "tokenizer.json", key).get("added_tokens") or []
+        added = read_json(folder / "tokenizer.json", key).get("added_tokens") or []
         found |= {token["id"] for token in added if token.get("special")}
     return tuple(sorted(token for token in found if isinstance(token, int) and 0 <= token < vocab_size))
 
@@ -149,11 +149,12 @@ def _read(config: dict[str, Any], name: str, default: Any) -> Any:
     return config.get(name, default)
 
 
-def _read_json(file: Path, key: str) -> dict[str, Any]:
+def read_json(file: Path, where: str) -> dict[str, Any]:
+    """A JSON object; ``where`` begins the sentence of the ValueError that a damaged one raises."""
     try:
         content = json.loads(file.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{key} {file} is not valid JSON ({error}); copy it again") from None
+        raise ValueError(f"{where} {file} is not valid JSON ({error}); copy it again") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{key} {file} holds no JSON object; copy it again")
+        raise ValueError(f"{where} {file} holds no JSON object; copy it again")
     return content

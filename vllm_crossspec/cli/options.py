@@ -1,0 +1,108 @@
+"""What commands share: options one by one and in groups, and the checks of what was given."""
+
+import functools
+import inspect
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple, get_type_hints
+
+from typer import Option
+
+PromptFiles = Annotated[
+    list[Path] | None,
+    Option(help="JSON lines (or .jsonl.gz) with `prompt` or `turns`, and `category`; repeatable. Default: the demo's."),
+]
+TargetOrPocket = Annotated[
+    str | None, Option(help="The target: a local folder or a hub id. Default: the pocket target, in float32.")
+]
+AnswerTokens = Annotated[int, Option(min=1, help="Longest answer, in tokens.")]
+Limit = Annotated[int | None, Option(min=1, help="Use this many prompts of each category.")]
+RecordedTokens = Annotated[int, Option(min=2, help="Longest answer, in tokens.")]
+MaxPromptTokens = Annotated[int, Option(min=1, help="Longer prompts are left out.")]
+Greedy = Annotated[float, Option(min=0.0, help="0 is greedy.")]
+TextSeed = Annotated[int, Option(min=0, help="Of sampled answers; each text adds its number.")]
+ShardPrompts = Annotated[int, Option(min=1, help="Prompts of a shard: what a stop can lose.")]
+EngineBatch = Annotated[int, Option(min=1, help="Most requests at a time, of each engine.")]
+TableFile = Annotated[Path | None, Option("--json", help="Write the table as one JSON document.")]
+Chat = Annotated[
+    bool | None, Option("--chat/--raw", help="Wrap prompts in the chat template. Default: if there is one.")
+]
+MaxModelLen = Annotated[int | None, Option(min=2, help="Longest prompt and answer, in tokens.")]
+MemoryShare = Annotated[float | None, Option(min=0.05, max=1.0, help="vLLM's own.")]
+TensorParallel = Annotated[int | None, Option(min=1, help="vLLM's own.")]
+TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="vLLM's own.")]
+
+
+class EngineOptions(NamedTuple):
+    """How an engine is to run; what is None is left to vLLM."""
+
+    chat: Chat = None
+    dtype: Annotated[str, Option(help="Weights' type.")] = "auto"
+    max_model_len: MaxModelLen = None
+    gpu_memory_utilization: MemoryShare = None
+    tensor_parallel_size: TensorParallel = None
+    trust_remote_code: TrustRemoteCode = False
+
+    def arguments(self, model: str, batch_size: int) -> dict[str, Any]:
+        """Of vLLM's LLM."""
+        given = {name: value for name, value in self._asdict().items() if name != "chat"}
+        given["trust_remote_code"] = self.trust_remote_code or None
+        return {"model": model, "max_num_seqs": batch_size, **given}
+
+
+def grouped(command: Callable[..., None]) -> Callable[..., None]:
+    """A command of which a parameter may be a NamedTuple of options; to typer these stand in its place."""
+    options: list[inspect.Parameter] = []
+    groups: dict[str, Any] = {}
+    for parameter in inspect.signature(command).parameters.values():
+        kind: Any = parameter.annotation
+        if hasattr(kind, "_field_defaults"):
+            groups[parameter.name] = kind
+            for name, hint in get_type_hints(kind, include_extras=True).items():
+                default = kind._field_defaults.get(name, parameter.empty)
+                options.append(inspect.Parameter(name, parameter.KEYWORD_ONLY, default=default, annotation=hint))
+        else:
+            options.append(parameter.replace(kind=parameter.KEYWORD_ONLY))
+
+    @functools.wraps(command)
+    def call(**given: Any) -> None:
+        for name, kind in groups.items():
+            given[name] = kind(**{field: given.pop(field) for field in kind._fields})
+        command(**given)
+
+    call.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
+    return call
+
+
+def check_file(option: str, file: Path | None) -> None:
+    """Find out before the work, not after it, that a file can be written. Raises ValueError."""
+    if file is not None and (file.is_dir() or not file.resolve().parent.is_dir()):
+        raise ValueError(f"{option} {file}: name a file in a folder that exists")
+
+
+def parse_json(option: str, given: object, text: str) -> Any:
+    """What a user wrote as JSON. Raises ValueError, which names the place that is none."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as problem:
+        raise ValueError(f"{option} {given} is not JSON (line {problem.lineno}: {problem.msg})") from problem
+
+
+def write_json(file: Path | None, document: dict[str, Any]) -> None:
+    """Write the document where one is wanted."""
+    if file is not None:
+        file.write_text(json.dumps(document, indent=2) + "\n")
+
+
+def integers(option: str, given: str, what: str) -> list[int]:
+    """Comma-separated integers. Raises ValueError."""
+    try:
+        return [int(part) for part in given.split(",")]
+    except ValueError as problem:
+        raise ValueError(f"{option} {given}: give {what} with commas between them") from problem
+
+
+def name_list(given: str) -> list[str]:
+    """Comma-separated names."""
+    return [name.strip() for name in given.split(",")]
