@@ -34,13 +34,12 @@ def random_batch(seed, num_rows, num_drafters):
     mapping[draw(0, 8, num_rows) == 0] = -1
     sampled = draw(0, 9, num_rows)
     previous = draw(-1, num_drafters, num_rows + 4)
-    forced = torch.where(draw(0, 6, num_rows + 4) == 0, draw(0, num_drafters, num_rows + 4), -1)
-    return draw, [t.to(DEVICE) for t in (mapping, sampled, previous, forced)]
+    return draw, [t.to(DEVICE) for t in (mapping, sampled, previous)]
 
 
 def expected_routes(policy, out, batch, thresholds, costs, mean_length):
     """What the naive twin makes of the kernel's own entropies and gains, so that ties are ties in both."""
-    mapping, sampled, previous, forced = batch
+    mapping, sampled, previous = batch
     tau, rounds, switches = thresholds.tolist(), *costs.tolist()
     wanted = []
     for row, slot in enumerate(mapping.tolist()):
@@ -53,7 +52,7 @@ def expected_routes(policy, out, batch, thresholds, costs, mean_length):
             wanted.append(naive.route_by_goodput(gains, rounds, switches, mean_length, last))
         else:
             wanted.append(1)
-    return naive.settle(wanted, mapping, sampled, previous, forced)
+    return naive.settle(wanted, mapping, sampled, previous)
 
 
 def make_facts(num_drafters, hidden_size=256, fit=None):

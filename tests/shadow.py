@@ -81,7 +81,8 @@ class Written:
 
 def keep_shadows(worker: Any) -> None:
     """Write every accepted token's keys and values at once, into a place of their own; compare after each round."""
-    from vllm_crossspec.catchup.backlog import Tokens, ranges
+    from vllm_crossspec.arrays import ranges
+    from vllm_crossspec.catchup.backlog import Tokens
 
     host = worker.model_runner.speculator
     num_slots = host.kv_cache_config.num_blocks * max(host.block_tables.block_sizes)
@@ -120,7 +121,7 @@ def keep_shadows(worker: Any) -> None:
 
 def _compare(worker: Any, host: Any, name: str, written: list[Written]) -> None:
     """Every token that the drafter counts as cached, of every request."""
-    from vllm_crossspec.catchup.backlog import ranges
+    from vllm_crossspec.arrays import ranges
 
     live = np.flatnonzero(host.live)
     ends = host.backlogs[name].cached[live]

@@ -5,7 +5,8 @@ import pytest
 import torch
 from hopper import compile_in_subprocess
 
-from vllm_crossspec.catchup.backlog import Backlog, StepRows, ranges
+from vllm_crossspec.arrays import ranges
+from vllm_crossspec.catchup.backlog import Backlog, StepRows
 from vllm_crossspec.catchup.kernels import accepted_lengths, locate
 from vllm_crossspec.catchup.naive import accepted_lengths_naive, locate_naive
 

@@ -60,10 +60,10 @@ def test_a_round_from_logits_and_states_to_routes(policy, dtype, monkeypatch):
     weights[0] = weights[0].to(dtype)
     seen = set()
     for num_reqs in (1, 9, 12):
-        _, (mapping, sampled, previous, forced) = random_batch(num_reqs, 8, 2)
+        _, (mapping, sampled, previous) = random_batch(num_reqs, 8, 2)
         mapping, sampled = mapping[:num_reqs], sampled[:num_reqs]
         num_reqs = mapping.shape[0]
-        router.previous[:], router.forced[:] = previous, forced
+        router.previous[:] = previous
         rows = torch.randint(0, 30, (num_reqs,), generator=generator).to(DEVICE)
         routes = poisoned(12, dtype=torch.int32)
         launches.names.clear()
@@ -81,7 +81,7 @@ def test_a_round_from_logits_and_states_to_routes(policy, dtype, monkeypatch):
         costs = floats([COSTS.round_seconds(row), COSTS.switch[row]])
         thresholds = floats(router.thresholds[row])
         number = {"entropy": kernels.ENTROPY, "neural": kernels.NEURAL, "goodput": kernels.GOODPUT}.get(policy)
-        batch = (mapping, sampled, previous, forced)
+        batch = (mapping, sampled, previous)
         if number is not None:
             assert routes[:num_reqs].tolist() == expected_routes(number, found, batch, thresholds, costs, 4.0)
         else:
@@ -111,23 +111,22 @@ def test_the_registry_needs_neither_torch_nor_triton():
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
-def test_slots_are_forgotten_and_wishes_granted():
+def test_slots_are_forgotten():
     router = make_router("fixed", fixed=0)
     routes, rows = poisoned(12, dtype=torch.int32), torch.zeros(3, dtype=torch.int64, device=DEVICE)
-    router.forced[5], router.forced[6] = 1, 99
     router.decide(None, rows, int32([5, 2, 6]), int32([1, 1, 1]), routes)
-    assert routes[:3].tolist() == [1, 0, 1]
-    assert router.previous[[5, 2, 6]].tolist() == [1, 0, 1]
+    assert routes[:3].tolist() == [0, 0, 0]
+    assert router.previous[[5, 2, 6]].tolist() == [0, 0, 0]
     router.release(torch.tensor([5, 6], device=DEVICE))
-    assert (router.previous == int32([-1, -1, 0] + [-1] * 9)).all() and (router.forced == -1).all()
+    assert (router.previous == int32([-1, -1, 0] + [-1] * 9)).all()
 
 
 @pytest.mark.parametrize("policy", policy_names())
 def test_warming_up_changes_nothing(policy):
     router = make_router(policy)
-    router.previous[:4], router.forced[:4] = 1, 0
+    router.previous[:4] = 1
     router.warm_up(torch.zeros(1, 5000, device=DEVICE), torch.zeros(1, 256, device=DEVICE))
-    assert router.previous.tolist() == [1] * 4 + [-1] * 8 and router.forced.tolist() == [0] * 4 + [-1] * 8
+    assert router.previous.tolist() == [1] * 4 + [-1] * 8
 
 
 def test_memory_is_what_the_policy_needs():

@@ -71,7 +71,6 @@ def decide(policy, *, num_rows, num_drafters=2, fixed=0, num_blocks=1, mapping=N
         idx_mapping=mapping,
         num_sampled=given.get("num_sampled", int32([1] * num_rows)),
         previous=given.get("previous", int32([-1] * slots)),
-        forced=given.get("forced", int32([-1] * slots)),
         out=out,
     )
     assert all((part[num_rows:] == POISON).all() for part in out)
@@ -223,7 +222,6 @@ def test_decisions_equal_naive(policy, num_drafters):
             mapping=batch[0],
             num_sampled=batch[1],
             previous=batch[2],
-            forced=batch[3],
         )
         expected = expected_routes(policy, out, before, thresholds, costs, 4.0)
         assert out.routes.tolist() == expected

@@ -13,7 +13,7 @@ from vllm_crossspec.cli import app
 from vllm_crossspec.router import simulate
 from vllm_crossspec.router.checkpoint import read_router, save_router
 from vllm_crossspec.router.costs import RoundCosts
-from vllm_crossspec.router.simulate import Trajectories, Value, always, by_entropy, by_gain, by_goodput, walk
+from vllm_crossspec.router.simulate import Trajectories, Value, always, by_entropy, by_gain, walk
 from vllm_crossspec.training import calibration, records
 from vllm_crossspec.training.records import Answer, Facts
 from vllm_crossspec.training.router import (
@@ -96,21 +96,10 @@ def test_rules_walk_as_a_plain_loop_does(seed):
         above = [float(gains[at, i]) - (0.1, -0.2)[i] for i in range(2)]
         return above.index(max(above)) if max(above) > 1e-7 else 2
 
-    def goodput_choice(at, before):
-        seconds, switch = COSTS.round_seconds(1), COSTS.switch[1]
-        expected = [2.5 + float(gains[at, 0]), 2.5 + float(gains[at, 1]), 2.5]
-        speed = [
-            e / (s + w * (before not in (-1, i)))
-            for i, (e, s, w) in enumerate(zip(expected, seconds, switch, strict=True))
-        ]
-        stay = 2 if before < 0 else before
-        return stay if speed[stay] >= max(speed) else speed.index(max(speed))
-
     for rule, choose in (
         (always(1), lambda at, before: 1),
         (by_entropy(entropy, thresholds), entropy_choice),
         (by_gain(gains, (0.1, -0.2)), gain_choice),
-        (by_goodput(gains, 2.5, COSTS, batch_size=8), goodput_choice),
     ):
         taken = walk_slowly(paths, choose)
         rounds, switches = outcome_of(taken, 3)

@@ -10,8 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from vllm_crossspec.arrays import Array as Array
-from vllm_crossspec.arrays import ranges as ranges
+from vllm_crossspec.arrays import Array, ranges
 
 NO_SLOT = -1
 """The request slot of a token that only pads."""

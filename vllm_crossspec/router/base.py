@@ -53,7 +53,6 @@ class Router:
 
     Attributes:
         previous: int32 [S] by slot: the drafter that drafted last, -1 for none.
-        forced: int32 [S] by slot: the drafter that the request insists on, -1 for none.
         entropy: float32 [S] nats, and gains: float32 [S, N - 1] tokens: what the last decision went by, by row of its
             batch; only what the policy looks at.
         num_launches: kernel launches of a round.
@@ -81,7 +80,6 @@ class Router:
             return torch.full(shape, value, dtype=dtype, device=device)
 
         self.previous = filled(max_num_reqs, value=-1, dtype=torch.int32)
-        self.forced = filled(max_num_reqs, value=-1, dtype=torch.int32)
         self.entropy, self.gains = filled(max_num_reqs), filled(max_num_reqs, others)
         # Buffers that the policy does not use are there all the same, of the smallest size: kernels take no None.
         splits = kernels.entropy_splits(vocab_size) if self.needs_logits else 1
@@ -195,11 +193,9 @@ class Router:
             idx_mapping=idx_mapping,
             num_sampled=num_sampled,
             previous=self.previous,
-            forced=self.forced,
             out=kernels.Decision(out_routes, self.entropy, self.gains),
         )
 
     def release(self, slots: torch.Tensor) -> None:
-        """Forget what ``slots`` (int64 [n]) did and wanted, for the requests that come into them."""
-        for wishes in (self.previous, self.forced):
-            wishes.index_fill_(0, slots, -1)  # an assignment by index would wait for the device
+        """Forget what ``slots`` (int64 [n]) did, for the requests that come into them."""
+        self.previous.index_fill_(0, slots, -1)  # an assignment by index would wait for the device

@@ -329,7 +329,6 @@ def _decide_kernel(
     num_sampled_ptr,  # int32 [R]
     num_rows,
     previous_ptr,  # int32 [S]
-    forced_ptr,  # int32 [S]
     routes_ptr,  # int32 [R]
     entropy_ptr,  # float32 [R]
     gains_ptr,  # float32 [R, N - 1]
@@ -349,7 +348,6 @@ def _decide_kernel(
     decides = (slot >= 0) & (sampled > 0)
     slot = tl.where(decides, slot, 0)
     previous = tl.load(previous_ptr + slot, mask=decides, other=-1)
-    forced = tl.load(forced_ptr + slot, mask=decides, other=-1)
     r = r.to(tl.int64)
 
     # The reference is the last drafter, and every rule begins with it.
@@ -391,7 +389,6 @@ def _decide_kernel(
             best = tl.where(is_better, value, best)
             route = tl.where(is_better, drafter, route)
 
-    route = tl.where(forced >= 0, tl.minimum(forced, GAINS), route)
     tl.store(routes_ptr + r, tl.where(decides, route, -1), mask=inside)
     tl.store(previous_ptr + slot, route, mask=decides)
 
@@ -406,7 +403,6 @@ def decide(
     idx_mapping: torch.Tensor,
     num_sampled: torch.Tensor,
     previous: torch.Tensor,
-    forced: torch.Tensor,
     out: Decision,
 ) -> None:
     """Put the parts together and choose a drafter for every request; one launch, 16 requests a program.
@@ -427,7 +423,6 @@ def decide(
         num_sampled: int32 [at least R] accepted tokens; 0 inside a prompt.
         previous: int32 [S] last drafter of every slot, -1 for none; takes the new one. Rows that are padding or inside
             a prompt get route -1 and leave it alone.
-        forced: int32 [S] drafter that a slot's request insists on, -1 for none.
         out: written.
     """
     num_rows, num_gains = idx_mapping.shape[0], rule.thresholds.shape[0]
@@ -445,7 +440,6 @@ def decide(
         num_sampled,
         num_rows,
         previous,
-        forced,
         out.routes,
         out.entropy,
         out.gains,

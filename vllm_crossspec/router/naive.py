@@ -78,7 +78,6 @@ def settle(
     idx_mapping: torch.Tensor,
     num_sampled: torch.Tensor,
     previous: torch.Tensor,
-    forced: torch.Tensor,
 ) -> list[int]:
     """Turn what the policy wants for every row into routes, and note them in ``previous``; see ``kernels.decide``."""
     routes = []
@@ -86,7 +85,6 @@ def settle(
         if slot < 0 or num_sampled[row] == 0:
             routes.append(-1)
             continue
-        pinned = int(forced[slot])
-        routes.append(pinned if pinned >= 0 else drafter)
+        routes.append(drafter)
         previous[slot] = routes[-1]
     return routes

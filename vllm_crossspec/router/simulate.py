@@ -140,30 +140,6 @@ def by_gain(gains: torch.Tensor, thresholds: Sequence[float]) -> Rule:
     return by_record(torch.where(best.values > 0, best.indices, gains.shape[1]))
 
 
-def by_goodput(gains: torch.Tensor, reference_length: float, costs: RoundCosts, batch_size: int = 1) -> Rule:
-    """Most expected tokens a second, the cost of a switch included; ties stay with the drafter before.
-
-    Args:
-        gains: [M, N - 1] tokens, predicted.
-        reference_length: mean length of the reference, tokens.
-        costs: of a round.
-        batch_size: requests in a step.
-    """
-    row = costs.row(batch_size)
-    seconds, switch = torch.tensor(costs.round_seconds(row)), torch.tensor(costs.switch[row])
-    expected = torch.cat([reference_length + gains, torch.full((len(gains), 1), reference_length)], dim=1)
-
-    def rule(at: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        is_other = (torch.arange(len(seconds)) != before[:, None]) & (before >= 0)[:, None]
-        speed = expected[at] / (seconds + switch * is_other)
-        stays = torch.where(before < 0, len(seconds) - 1, before)
-        best = speed.max(dim=1)
-        is_tie = speed.gather(1, stays[:, None])[:, 0] >= best.values
-        return torch.where(is_tie, stays, best.indices)
-
-    return rule
-
-
 def _first_true(chosen: torch.Tensor) -> torch.Tensor:
     """int64 [M] first true column of bool [M, n]; n where there is none."""
     index = chosen.long().argmax(dim=1)

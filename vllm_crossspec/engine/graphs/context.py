@@ -9,7 +9,8 @@ from vllm.distributed.parallel_state import graph_capture
 from vllm.platforms import current_platform
 from vllm.utils.torch_utils import async_tensor_h2d, current_stream
 
-from vllm_crossspec.catchup.backlog import NO_SLOT, Array
+from vllm_crossspec.arrays import Array
+from vllm_crossspec.catchup.backlog import NO_SLOT
 
 SIZES = (8, 32, 128, 512, 1024)
 """Tokens of the graphs. The steady case is the tokens of one round; 80 to 90 is what a drafter misses on average before

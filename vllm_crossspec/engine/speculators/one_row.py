@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
-from vllm_crossspec.catchup.backlog import Array
+from vllm_crossspec.arrays import Array
 from vllm_crossspec.types import StepInputs
 
 

@@ -13,7 +13,8 @@ from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
-from vllm_crossspec.catchup.backlog import NO_SLOT, Array, Backlog, StepRows, Tokens, ranges
+from vllm_crossspec.arrays import Array, ranges
+from vllm_crossspec.catchup.backlog import NO_SLOT, Backlog, StepRows, Tokens
 from vllm_crossspec.catchup.kernels import accepted_lengths, locate
 from vllm_crossspec.engine.graphs.context import ContextGraphs
 from vllm_crossspec.engine.proposers.base import empty_tree
