@@ -22,6 +22,7 @@ from vllm_crossspec.cli import app
 from vllm_crossspec.drafters.eagle3 import levels
 from vllm_crossspec.drafters.eagle3 import torch_ops as levels_in_torch
 from vllm_crossspec.router.simulate import always, walk
+from vllm_crossspec.shards import shard_path
 from vllm_crossspec.training import records
 from vllm_crossspec.training.records import NO_TOKEN, Answer, Facts, acceptance_lengths, assemble
 from vllm_crossspec.training.router import trajectories
@@ -118,7 +119,7 @@ def test_a_shard_holds_every_token_but_each_texts_last(tmp_path, answers):
         assert tensors["lengths"][row].tolist() == lengths
         assert tensors["known"][row] == len(rest)
     records.claim(tmp_path, {"model": "a target"})
-    records.write_shard(records.shard_path(tmp_path, 0), tensors, answers, FACTS)
+    records.write_shard(shard_path(tmp_path, 0), tensors, answers, FACTS)
     read = records.read_records(tmp_path)
     assert read.facts == FACTS and read.categories == ("chat", "code")
     assert [(t.number, t.category, t.end - t.start) for t in read.texts] == [
@@ -134,7 +135,7 @@ def test_a_shard_holds_every_token_but_each_texts_last(tmp_path, answers):
 def test_records_near_the_end_are_marked_uncertain(tmp_path, answers):
     records.claim(tmp_path, {})
     tensors = assemble(made_up_steps(answers, 2), answers, FACTS)
-    records.write_shard(records.shard_path(tmp_path, 0), tensors, answers, FACTS)
+    records.write_shard(shard_path(tmp_path, 0), tensors, answers, FACTS)
     read = records.read_records(tmp_path)
     # The deepest draft has 3 tokens: fewer known ones leave its length open, whether or not it reached the end.
     assert read.is_complete.tolist() == [known >= 3 for known in tensors["known"].tolist()]
@@ -150,7 +151,7 @@ def test_a_token_without_a_record_is_noticed(answers):
 
 
 def shard_of(folder: Path, number: int, answers: dict[int, Answer], facts: Facts = FACTS) -> Path:
-    path = records.shard_path(folder, number)
+    path = shard_path(folder, number)
     records.write_shard(path, assemble(made_up_steps(answers, number), answers, facts), answers, facts)
     return path
 
@@ -345,7 +346,7 @@ def test_a_killed_collection_goes_on_to_the_same_records(collected, tmp_path, pr
     command = ["collect", "--out", str(tmp_path), *COLLECT, "--prompts", str(prompt_file), "--spec", str(spec_file)]
     process = subprocess.Popen([sys.executable, "-m", "vllm_crossspec.cli.app", *command])
     deadline = time.monotonic() + 600
-    while not records.shard_path(tmp_path, 0).is_file():
+    while not shard_path(tmp_path, 0).is_file():
         assert process.poll() is None and time.monotonic() < deadline
         started = descendants(process.pid)  # now: a shard takes less than a second
     process.kill()
@@ -353,13 +354,13 @@ def test_a_killed_collection_goes_on_to_the_same_records(collected, tmp_path, pr
     for pid in started:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-    assert not records.shard_path(tmp_path, 1).is_file()
-    first = records.shard_path(tmp_path, 0)
+    assert not shard_path(tmp_path, 1).is_file()
+    first = shard_path(tmp_path, 0)
     stamp = first.stat().st_mtime_ns
     crossspec(*command)
     assert first.stat().st_mtime_ns == stamp, "a finished shard was made again"
     for number in range(2):
-        whole, resumed = (content_of(records.shard_path(folder, number)) for folder in (collected, tmp_path))
+        whole, resumed = (content_of(shard_path(folder, number)) for folder in (collected, tmp_path))
         assert whole[0] == resumed[0] and whole[1].keys() == resumed[1].keys()
         assert all(torch.equal(tensor, resumed[1][name]) for name, tensor in whole[1].items())
 
@@ -416,7 +417,7 @@ def test_only_missing_shards_are_asked_for_again(tmp_path, capsys, monkeypatch):
     assert run(out) == run(out) == 0
     assert [json.loads(line) for line in (out / "asked").read_text().splitlines()] == [[0, 1, 2], [2]]
     # Categories take turns, and a prompt of two turns makes two texts.
-    shards = [json.loads(records.shard_path(out, i).read_text())["prompts"] for i in range(3)]
+    shards = [json.loads(shard_path(out, i).read_text())["prompts"] for i in range(3)]
     assert [[(p["text"], p["turns"]) for p in shard] for shard in shards] == [
         [(0, ["1", "2"])], [(2, ["4"])], [(3, ["3"])],
     ]  # fmt: skip

@@ -14,7 +14,6 @@ import torch
 from vllm_crossspec.adaptive.calibration import TreeShape
 from vllm_crossspec.drafters.identity import Identity
 from vllm_crossspec.shards import Steps, joined_steps, read_shards
-from vllm_crossspec.shards import shard_path as shard_path
 from vllm_crossspec.shards import write_shard as write_file
 
 INDEX_FILE = "rounds.json"

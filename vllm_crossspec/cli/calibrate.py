@@ -176,13 +176,13 @@ def _command(
 
 def _collect(job: dict[str, Any], prompts: list["Prompt"], shard_prompts: int, engines: int) -> None:
     """Let the engine write the shards that are missing."""
-    from vllm_crossspec.adaptive.rounds import INDEX_FILE, shard_path
+    from vllm_crossspec.adaptive.rounds import INDEX_FILE
     from vllm_crossspec.training.records import claim
 
     facts = {name: job[name] for name in ("seed", "command")}
     facts["speculative_config"] = job["engine"]["speculative_config"]
     claim(Path(job["out"]), {**describe(job, prompts, shard_prompts), **facts}, INDEX_FILE, "the folder")
-    run_missing(job, make_shards(prompts, shard_prompts), engines, shard_path)
+    run_missing(job, make_shards(prompts, shard_prompts), engines)
 
 
 def _fit(records: Path, alpha: int | None) -> tuple["Calibration", "Rounds"]:

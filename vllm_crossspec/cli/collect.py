@@ -21,6 +21,7 @@ from vllm_crossspec.cli.processes import EngineError
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.runner import Prompt, by_category
 from vllm_crossspec.cli.stages import bars
+from vllm_crossspec.shards import shard_path
 
 COLLECT_MODULE = "vllm_crossspec.engine.jobs.collect"
 TENSORS = "content"
@@ -75,7 +76,7 @@ def collect(
     facts = {"speculative_config": {key: value for key, value in speculative.items() if key != "router"}}
     categories = [p.category for p in chosen for _ in p.turns]
     records.claim(out, {**describe(job, chosen, shard_prompts), **facts, "categories": categories})
-    num_shards = run_missing(job, make_shards(chosen, shard_prompts), engines, records.shard_path)
+    num_shards = run_missing(job, make_shards(chosen, shard_prompts), engines)
     typer.echo(f"{num_shards} shards of records in {out}")
 
 
@@ -145,9 +146,7 @@ def make_shards(prompts: Sequence[Prompt], size: int) -> list[dict[str, Any]]:
     return [{"number": i, "prompts": described[start : start + size]} for i, start in enumerate(starts)]
 
 
-def run_missing(
-    job: dict[str, Any], shards: list[dict[str, Any]], engines: int, shard_path: Callable[[Path, int], Path]
-) -> int:
+def run_missing(job: dict[str, Any], shards: list[dict[str, Any]], engines: int) -> int:
     """Have the engines write the shards that are not there yet; the number of all."""
     missing = [shard for shard in shards if not shard_path(Path(job["out"]), shard["number"]).is_file()]
     if missing:
@@ -222,7 +221,6 @@ def run_on_ray(
         import ray
     except ModuleNotFoundError:
         raise ValueError("--engines above 1 needs Ray: run `pip install ray`, or leave it out") from None
-    from vllm_crossspec.training import records
 
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
@@ -235,7 +233,7 @@ def run_on_ray(
             event = ray.get(reference)
             content = event.pop(TENSORS, None)
             if content is not None:
-                path = records.shard_path(Path(job["out"]), event["number"])
+                path = shard_path(Path(job["out"]), event["number"])
                 path.with_suffix(".new").write_bytes(content)
                 path.with_suffix(".new").replace(path)
             listen(event)
@@ -252,12 +250,11 @@ def run_on_ray(
 
 def _remote_events(job: dict[str, Any]) -> Iterator[Event]:
     """On a machine of the cluster: as :func:`engine_events`, with the bytes of every finished shard."""
-    from vllm_crossspec.training import records
 
     with tempfile.TemporaryDirectory(prefix="crossspec-shards-") as folder:
         for event in engine_events({**job, "out": folder}):
             if event["event"] == "shard":
-                path = records.shard_path(Path(folder), event["number"])
+                path = shard_path(Path(folder), event["number"])
                 event[TENSORS] = path.read_bytes()
                 path.unlink()
             yield event

@@ -19,7 +19,6 @@ import torch
 from safetensors.torch import load_file
 
 from vllm_crossspec.shards import FORMAT_VERSION, Steps, joined_steps, read_shards
-from vllm_crossspec.shards import shard_path as shard_path
 from vllm_crossspec.shards import write_shard as write_file
 
 INDEX_FILE = "records.json"

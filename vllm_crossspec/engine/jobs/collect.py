@@ -19,6 +19,7 @@ from typing import Any
 
 from vllm_crossspec.config import settings_of
 from vllm_crossspec.engine.jobs.offline import Conversation, Emit, environment, run_job, start_engine
+from vllm_crossspec.shards import shard_path
 from vllm_crossspec.training import records
 from vllm_crossspec.training.records import Answer, Facts
 
@@ -47,7 +48,7 @@ def collect(job: dict[str, Any], emit: Emit) -> None:
         recording = Recording(llm, job, emit, "crossspec_take_records")
         answers = recording.answer(shard["prompts"])
         tensors = records.assemble(recording.steps, answers, facts)
-        path = records.shard_path(Path(job["out"]), shard["number"])
+        path = shard_path(Path(job["out"]), shard["number"])
         records.write_shard(path, tensors, answers, facts)
         emit("shard", number=shard["number"], num_texts=len(answers), num_records=len(tensors["entropy"]))
 
