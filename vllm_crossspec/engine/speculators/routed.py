@@ -41,7 +41,7 @@ def joined(states: list[torch.Tensor], taps: list[int]) -> torch.Tensor:
 
 
 class RoutedSpeculator(Speculator):
-    """One drafter drafts for a request in a round, whichever the router chose; the others do nothing.
+    """One drafter drafts for a request in a round, whichever the router chose; the others keep what they miss.
 
     What the others miss waits as fused features in a bounded buffer each (``catchup.backlog``), and becomes keys and
     values, no more, when the drafter is chosen, when the buffer is full, or when other requests may find the blocks
