@@ -157,7 +157,7 @@ def script_drafts(worker: Any, texts: dict[int, list[int]]) -> None:
     worker.logits = []
 
     def wrapper(original):
-        def keep(drafted, batch, dummy_run):
+        def keep(drafted, batch, dummy_run=False):
             tree, num_nodes = drafted.tree, drafted.tree.tokens.shape[1]
             for row, slot in enumerate(batch.idx_mapping_np[: batch.num_reqs]):
                 prompt, total = int(states.prompt_len.np[slot]), int(states.total_len.gpu[slot])
@@ -173,7 +173,7 @@ def script_drafts(worker: Any, texts: dict[int, list[int]]) -> None:
 
         return keep
 
-    sabotage._replace(worker, host, "_keep", wrapper)
+    sabotage._replace(worker, host.kept, "keep", wrapper)
 
     def keep_logits(original):
         def compute_logits(*arguments, **options):

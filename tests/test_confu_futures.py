@@ -62,14 +62,14 @@ def watch_rounds(worker: Any) -> None:
     proposer, made = runner.speculator.proposers["confu"], runner.features["contemplate"]
     worker.rounds = []
 
-    def wrap_observe(original):
-        def observe(batch, *states):
-            original(batch, *states)
-            slot = batch.idx_mapping[0]
+    def wrap_sampled(original):
+        def sampled(step, final_states):
+            original(step, final_states)
+            slot = step.batch.idx_mapping[0]
             future = made.futures[slot].clone() if made.has_future[slot] else None
             worker.rounds.append({"future": future, "nodes": [], "candidates": []})
 
-        return observe
+        return sampled
 
     def wrap_forward(original):
         def forward_beam(level, beam, *rest):
@@ -88,7 +88,7 @@ def watch_rounds(worker: Any) -> None:
 
         return candidates
 
-    sabotage._replace(worker, made, "observe", wrap_observe)
+    sabotage._replace(worker, made, "sampled", wrap_sampled)
     sabotage._replace(worker, proposer, "_forward_beam", wrap_forward)
     sabotage._replace(worker, proposer.head, "candidates", wrap_candidates)
 
