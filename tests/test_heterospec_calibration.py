@@ -24,6 +24,7 @@ from vllm_crossspec.adaptive.calibration import (
     write_calibration,
 )
 from vllm_crossspec.drafters.identity import Identity, identify
+from vllm_crossspec.shards import shard_path
 
 KEY = "speculative_config.adaptive.model"
 TREE = TreeShape(8, 10, 60)
@@ -221,7 +222,7 @@ def shard_of(data, folder, number=0, facts=None):
         json.dumps({"command": "c", "sampling": {"temperature": 0.0}, "seed": 0, "prompts": "p"})
     )
     tensors = {name: getattr(data, name) for name in rounds.NAMES}
-    rounds.write_shard(rounds.shard_path(folder, number), tensors, texts, facts or data.facts)
+    rounds.write_shard(shard_path(folder, number), tensors, texts, facts or data.facts)
 
 
 def step(ids, phi, paths, num_sampled, parents, size):
@@ -271,7 +272,7 @@ def test_shards_come_back_and_foreign_ones_are_refused(tmp_path):
     shard_of(more, tmp_path / "a", 2, data.facts._replace(target=OTHER))
     with pytest.raises(ValueError, match="of different models or trees"):
         rounds.read_rounds(tmp_path / "a")
-    rounds.shard_path(tmp_path / "a", 2).write_bytes(b"cut")
+    shard_path(tmp_path / "a", 2).write_bytes(b"cut")
     with pytest.raises(ValueError, match="is no whole shard of rounds"):
         rounds.read_rounds(tmp_path / "a")
     (tmp_path / "b").mkdir()

@@ -17,6 +17,7 @@ from vllm_crossspec.router.simulate import Trajectories, Value, always, by_entro
 from vllm_crossspec.training import calibration, records
 from vllm_crossspec.training.records import Answer, Facts
 from vllm_crossspec.training.router import (
+from vllm_crossspec.shards import shard_path
     RouterConfig,
     RouterNet,
     checkpoint_gains,
@@ -212,7 +213,7 @@ def made_up_records(folder, num_texts: int = 60, shards: int = 3, num_drafters: 
             )
             number += 1
         tensors = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-        records.write_shard(records.shard_path(folder, shard), tensors, answers, facts)
+        records.write_shard(shard_path(folder, shard), tensors, answers, facts)
     return records.read_records(folder)
 
 
