@@ -14,10 +14,10 @@ from vllm_crossspec.router import simulate
 from vllm_crossspec.router.checkpoint import read_router, save_router
 from vllm_crossspec.router.costs import RoundCosts
 from vllm_crossspec.router.simulate import Trajectories, Value, always, by_entropy, by_gain, walk
+from vllm_crossspec.shards import shard_path
 from vllm_crossspec.training import calibration, records
 from vllm_crossspec.training.records import Answer, Facts
 from vllm_crossspec.training.router import (
-from vllm_crossspec.shards import shard_path
     RouterConfig,
     RouterNet,
     checkpoint_gains,
