@@ -21,6 +21,8 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
+from vllm_crossspec.host_copy import HostCopy
+
 STAGES = ("prepare", "target", "between", "sample", "draft")
 MARKS_PER_ROUND = 8
 RANGE_PREFIX = "round:"
@@ -188,9 +190,7 @@ class Probe:
         for owner in (torch.cuda.Event, torch.cuda.Stream):
             self._count_calls(owner, "synchronize")
         self._count_calls(torch.cuda, "synchronize")
-        verdict = getattr(self.runner.speculator, "verdict", None)
-        if verdict is not None:  # a routed round waits once, for its routes
-            self._count_calls(verdict, "wait")
+        self._count_calls(HostCopy, "wait")  # for routes, and for the sizes of trees
 
     def _count_calls(self, owner: Any, name: str) -> None:
         inner = getattr(owner, name)
