@@ -312,7 +312,7 @@ def kernel():
     import triton
 
     if triton.knobs.runtime.interpret:
-        pytest.skip("kernels of this process are interpreted")
+        pytest.skip("about launches of compiled kernels, and TRITON_INTERPRET=1 asks for the interpreter")
     return lane_kernels.scale_kernel
 
 
@@ -403,7 +403,7 @@ def test_a_constant_that_changed_is_refused():
     import triton
 
     if triton.knobs.runtime.interpret:
-        pytest.skip("kernels of this process are interpreted")
+        pytest.skip("about launches of compiled kernels, and TRITON_INTERPRET=1 asks for the interpreter")
     x, y = tensors()
     lane_kernels.offset_kernel[(1,)](x, y, BLOCK=4)
     assert y[:4].tolist() == (x[:4] + 3).tolist()

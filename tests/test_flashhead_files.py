@@ -390,7 +390,7 @@ def test_ours_equals_the_public_implementation(tmp_path, monkeypatch, probes):
 
 def test_the_gpu_benchmark_counts_launches_without_a_gpu(tmp_path, monkeypatch):
     if torch.cuda.is_available():
-        pytest.skip("it times them here")
+        pytest.skip("about a machine without a GPU; with one the benchmark times what it only counts here")
     monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
     words = ["--size", "96,8", "--batch-sizes", "1,3", "--json", str(tmp_path / "out")]
     importlib.import_module("flashhead_gpu").main(words)
