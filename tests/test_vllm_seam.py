@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import seam
 import vllm
+import vllm.utils
 
 import vllm_crossspec
-from vllm_crossspec.engine.vllm_api.check import CUDA_NAMES, fits, has_attribute, reads
-from vllm_crossspec.engine.vllm_api.points.base import parse
+from vllm_crossspec.engine.vllm_api.check import CUDA_NAMES, fits, has_attribute, problem, reads
+from vllm_crossspec.engine.vllm_api.points.base import TouchPoint, parse
 from vllm_crossspec.engine.vllm_api.points.v0_32 import STAND_INS, TOUCH_POINTS
 
 PACKAGE = Path(vllm_crossspec.__file__).parent
@@ -163,6 +164,16 @@ def test_everything_else_is_not(source):
 
 def test_a_keyword_may_be_new_before_the_rest_of_them():
     assert fits(_signature("a, *, new=1, **rest"), ["a", "rest"])
+
+
+@pytest.mark.parametrize(("reason", "is_accepted"), [("called: once", True), ("overridden: by a feature", False)])
+def test_what_vllm_may_pass_to_a_function_of_ours_is_refused(monkeypatch, reason, is_accepted):
+    """A default does not help there: it is vLLM's function that has it, and ours that is called."""
+    monkeypatch.setattr(vllm.utils, "grown", lambda batch, width=None: None, raising=False)
+    sentence = problem(TouchPoint("vllm.utils", "grown", "batch", reason))
+    assert (sentence is None) == is_accepted
+    if sentence is not None:
+        assert sentence.startswith("vllm.utils.grown takes (batch width) in this vLLM, not (batch) as in 0.32.0")
 
 
 def test_attributes_of_instances_are_found():

@@ -22,6 +22,11 @@ class TouchPoint(NamedTuple):
     parameters: str | None
     reason: str
 
+    @property
+    def is_ours(self) -> bool:
+        """Whether vLLM calls a function of ours in its place, with whatever parameters its own has."""
+        return self.reason.startswith(("overridden", "replaced", "stood in for"))
+
 
 class StandIn(NamedTuple):
     """One object of ours of which vLLM's code reads attributes as of one of its own.
