@@ -23,6 +23,7 @@ def runner(ranges=None, max_num_reqs=64, max_num_tokens=8192, drafter_rows=1):
         vllm_config=config,
         max_num_reqs=max_num_reqs,
         max_num_tokens=max_num_tokens,
+        device=torch.device("cuda"),
         speculator=SimpleNamespace(num_query_per_req=drafter_rows),
         compilation_config=SimpleNamespace(max_cudagraph_capture_size=64),
     )

@@ -10,7 +10,7 @@ import pytest
 
 from vllm_crossspec.config import ADDITIONAL_CONFIG_KEY
 from vllm_crossspec.config_parsing import parse
-from vllm_crossspec.tree.schedule import candidate_widths, choose_schedule, expected_tokens, to_ranges
+from vllm_crossspec.tree.schedule import LiveSchedule, candidate_widths, choose_schedule, expected_tokens, to_ranges
 
 WIDTHS = candidate_widths(60, 8)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -100,6 +100,95 @@ def test_another_expectation_gives_another_schedule():
 
 def test_ranges_cover_the_table():
     assert to_ranges([0, 60, 60, 8, 0, 0]) == [(1, 2, 60), (3, 3, 8), (4, 5, 0)]
+
+
+# -- while requests are served ----------------------------------------------------------------------------------------
+
+
+def served(schedule, rounds, batch, seconds, tokens, seed=0):
+    """Seconds per token of each request over so many rounds, and the width of the last one.
+
+    ``seconds`` of a round by width, with noise of 20 %; ``tokens`` of a request and round by width, on average.
+    """
+    noise, spent, got, width, last = random.Random(seed), 0.0, 0, 0, 0
+    for _ in range(rounds):
+        last, width = width, schedule[batch]
+        # What was drafted one round ago is verified in this one, with as many drafts made for the next.
+        took = (seconds(last) + seconds(width)) / 2 * noise.uniform(0.9, 1.1)
+        spent += took
+        if last == width:
+            schedule.saw_round(width, batch, took)
+        for _ in range(batch):
+            mean = tokens(last)
+            accepted = int(mean) + (noise.random() < mean % 1)
+            got += accepted
+            if last:
+                schedule.saw_tokens(last, accepted)
+    return batch * spent / got, width
+
+
+def live(measured, table=None):
+    seconds = {w: {n: measured(w) for n in (1, 2, 4)} for w in WIDTHS}
+    nothing = {w: dict.fromkeys((1, 2, 4), 0.0) for w in WIDTHS}
+    chosen = choose_schedule(step_seconds=seconds, draft_seconds=nothing, widths=WIDTHS, max_batch_size=4)
+    return LiveSchedule(seconds, table or chosen)
+
+
+def waits(width):
+    return 0.1 * (1 + width / 60)
+
+
+@pytest.mark.parametrize("batch", [1, 3, 4])
+def test_drafts_that_are_never_accepted_cost_little(batch):
+    schedule = live(waits)
+    assert schedule[batch] > 0  # it cannot be known before
+    per_token, width = served(schedule, 1000, batch, waits, lambda width: 1.0)
+    assert width == 0 and per_token < 1.03 * waits(0)
+
+
+def test_what_is_accepted_more_than_was_expected_gets_wider_trees():
+    def computes(width):
+        return 0.1 * (1 + width / 12)
+
+    schedule = live(computes)
+    assert schedule[1] < 60
+    _, width = served(schedule, 2000, 1, computes, lambda width: 1.0 + 0.3 * width)
+    assert width >= 30
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_start_up_that_was_disturbed_is_made_good(seed):
+    """Every width was measured at up to three times its cost; the best one is found, within a few hundredths."""
+    dice = random.Random(seed)
+    schedule = live(lambda width: waits(width) * dice.uniform(1.0, 3.0))
+    best = min(waits(w) / expected_tokens(w) for w in WIDTHS)
+    served(schedule, 3000, 2, waits, expected_tokens, seed)
+    per_token, _ = served(schedule, 3000, 2, waits, expected_tokens, seed)
+    assert per_token < 1.05 * best
+
+
+def test_a_load_that_changes_is_followed():
+    schedule = live(waits)
+    served(schedule, 500, 1, waits, expected_tokens)
+    assert schedule[1] == 15
+    per_token, _ = served(schedule, 4000, 1, waits, lambda width: 1.0)
+    assert per_token < 1.03 * waits(0)
+    _, width = served(schedule, 4000, 1, waits, expected_tokens)
+    assert width in (8, 15, 30)
+
+
+def test_without_looking_elsewhere_a_disturbed_start_up_would_stay(monkeypatch):
+    """The control of the two tests above."""
+    monkeypatch.setattr("vllm_crossspec.tree.schedule.FIRST_INTERVAL", 1 << 30)
+    schedule = live(lambda width: waits(width) * (4.0 if width else 1.0))
+    assert served(schedule, 2000, 1, waits, expected_tokens)[1] == 0
+
+
+def test_other_batch_sizes_have_costs_of_their_own():
+    schedule = live(waits)
+    served(schedule, 1000, 1, waits, expected_tokens)
+    served(schedule, 1000, 4, lambda width: 0.1 + width, expected_tokens)
+    assert schedule[1] in (8, 15, 30) and schedule[4] == 0
 
 
 # -- what users write -------------------------------------------------------------------------------------------------
@@ -198,7 +287,6 @@ def test_without_a_schedule_nobody_is_asked(config):
 @pytest.mark.e2e
 def test_an_engine_measures_its_steps_and_follows_the_outcome(monkeypatch):
     """Dummy steps of every width run for real; their times, which mean nothing on a CPU, are replaced."""
-    from vllm_crossspec.engine.frontend import build
     from vllm_crossspec.engine.startup import step_costs as load
 
     timed, time_step = {}, load.time_step
@@ -207,9 +295,9 @@ def test_an_engine_measures_its_steps_and_follows_the_outcome(monkeypatch):
         timed[width, num_reqs] = time_step(runner, num_reqs, width)
         return load.Cost(step=1.0 if num_reqs * (width + 1) <= 9 else 10.0, draft=0.1)
 
-    monkeypatch.setattr(build, "can_measure", lambda parallel_config: True)
+    monkeypatch.delenv("CROSSSPEC_FIXED_WIDTHS")
     monkeypatch.setattr(load, "time_step", pretend)
-    monkeypatch.setattr(load, "REPEATS", 1)
+    monkeypatch.setattr(load, "REPEATS_ON_CPU", 1)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     overrides = {"max_num_seqs": 4, "distributed_executor_backend": "uni", "enable_prefix_caching": False}
     spec = engines.tree("dflash", engines.DFLASH, num_nodes=8)
@@ -220,5 +308,6 @@ def test_an_engine_measures_its_steps_and_follows_the_outcome(monkeypatch):
         assert {width for width, _ in timed} == {8, 7, 4, 2, 0} and (8, 4) in timed
         assert all(cost.step > 0 and cost.draft > 0 for cost in timed.values())
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-        assert scheduler.dynamic_sd_lookup == [0, 8, 2, 0, 0]
+        assert [scheduler.dynamic_sd_lookup[n] for n in (1, 2, 3, 4)] == [8, 2, 0, 0]
         assert engines.generate(llm, texts, max_tokens=8) == plain
+        assert scheduler.dynamic_sd_lookup.rounds[0] >= 2 + 7  # three requests at a time, and it counts every round

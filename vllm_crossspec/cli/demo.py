@@ -1,6 +1,7 @@
 """`crossspec demo`: every method beside plain generation, with the pocket models of the package."""
 
 import json
+import os
 import re
 from importlib import resources
 from pathlib import Path
@@ -150,9 +151,13 @@ def demo(
     accepted per position: in how many rounds the first, second, ... draft token was accepted; percent here,
     counts in the JSON document.
 
+    Trees stay whole at every load here, so that what is counted is the same on every machine; `crossspec bench`
+    and servers fit them to it.
+
     identical to plain: whether every prompt's tokens are plain's. Exit code 1 where a greedy text is not.
     Sampled texts have plain's distribution, not its tokens, and do not count.
     """
+    os.environ.setdefault("CROSSSPEC_FIXED_WIDTHS", "1")  # what is counted is the same on every machine
     if limit is None and methods is None and prompts is None:
         limit = HEADLINE_PROMPTS
     chosen = first_of_each(read_prompts(prompts or POCKET / "prompts.jsonl"), limit)

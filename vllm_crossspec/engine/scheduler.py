@@ -1,10 +1,11 @@
-"""vLLM's scheduler, which plans no drafts for requests that opted out of them.
+"""vLLM's scheduler, which plans no drafts for requests that opted out of them, and as many as pay for the others.
 
 Left alone it plans as many draft tokens for every request. For one that wants none they are rows that the target
 computes for nothing, and drafts of which none is accepted in vLLM's counters.
 """
 
 import functools
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_crossspec.config import settings_of
 from vllm_crossspec.engine.requests import opted_out
+from vllm_crossspec.engine.startup.step_costs import live_schedule
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler as Native
@@ -38,6 +40,29 @@ class OptOutScheduler(Native):
             and settings.verification == "match"
             and config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         )
+        self._live = live_schedule(config)
+        self._last_round: tuple[float, int, int] | None = None
+        if self._live is not None:
+            self.dynamic_sd_lookup = self._live
+
+    def schedule(self, *arguments: Any, **options: Any) -> Any:
+        """Where draft lengths follow the load: time the rounds that are like the one after them."""
+        output = super().schedule(*arguments, **options)
+        if self._live is not None:
+            last, self._last_round = self._last_round, self._round_of(output)
+            if last is not None and self._last_round is not None and last[1:] == self._last_round[1:]:
+                self._live.saw_round(*last[1:], self._last_round[0] - last[0])
+        return output
+
+    def _round_of(self, output: Any) -> tuple[float, int, int] | None:
+        """Now, width and number of requests; None where some prefill, or verify another width than is drafted."""
+        drafts, width = output.scheduled_spec_decode_tokens, output.num_spec_tokens_to_schedule
+        num_reqs = len(output.num_scheduled_tokens)
+        widest = max(map(len, drafts.values()), default=0)
+        rows = num_reqs + sum(map(len, drafts.values()))
+        if not num_reqs or width != widest or output.total_num_scheduled_tokens != rows:
+            return None
+        return time.perf_counter(), width, num_reqs
 
     def _update_after_schedule(self, scheduler_output: Any) -> None:
         """With asynchronous scheduling: the placeholders of the next step's drafts are set here."""
@@ -68,6 +93,8 @@ class OptOutScheduler(Native):
         request = self.requests.get(request_id)
         if self._is_ours and request is not None and opted_out(request.sampling_params):
             return spec_decoding_stats
+        if self._live is not None and options["num_draft_tokens"] in self._live.rounds:
+            self._live.saw_tokens(options["num_draft_tokens"], 1 + options["num_accepted_tokens"])
         return super().make_spec_decoding_stats(spec_decoding_stats, *arguments, request_id=request_id, **options)
 
 

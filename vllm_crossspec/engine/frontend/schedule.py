@@ -1,15 +1,22 @@
 """Draft lengths by running requests: what the settings say, and whether it is measured."""
 
+import os
 from typing import Any
 
 from vllm_crossspec.config import CrossSpecConfig
+from vllm_crossspec.twins import runs_kernels
 
 
 def can_measure(parallel_config: Any) -> bool:
-    """Whether start-up can time steps: a CPU's mean nothing, and vLLM has no schedules with data parallelism."""
+    """Whether start-up can time steps: not with data parallelism, where vLLM has no schedules, nor in an interpreter.
+
+    ``CROSSSPEC_FIXED_WIDTHS=1`` keeps trees whole: what is counted is then the same from run to run.
+    """
     from vllm.platforms import current_platform
 
-    return not current_platform.is_cpu() and parallel_config.data_parallel_size == 1
+    if os.environ.get("CROSSSPEC_FIXED_WIDTHS") == "1" or parallel_config.data_parallel_size > 1:
+        return False
+    return not current_platform.is_cpu() or runs_kernels()
 
 
 def resolve_schedules(settings: CrossSpecConfig, can_measure: bool) -> CrossSpecConfig:
@@ -24,7 +31,7 @@ def resolve_schedules(settings: CrossSpecConfig, can_measure: bool) -> CrossSpec
             }
         )
     given = [d.tree.by_batch_size for d in settings.drafters.values()]
-    is_auto = can_measure and not any(isinstance(schedule, dict) for schedule in given)
+    is_auto = can_measure and not settings.records_trees and not any(isinstance(schedule, dict) for schedule in given)
     drafters = {}
     for name, drafter in settings.drafters.items():
         schedule = drafter.tree.by_batch_size

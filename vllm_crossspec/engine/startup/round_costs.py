@@ -82,10 +82,10 @@ def measure(runner: Any) -> RoundCosts | None:
     widths = batch_sizes(runner, step_costs)
     draft, verify, switch = {}, {}, {}
     for size in sorted(widths, reverse=True):  # the largest first, so that memory grows once
-        steps = []
+        steps: list[load.Cost] = []
         for name in speculator.order:
             with speculator.drafting_alone(name):
-                steps.append(load.time_step(runner, size, widths[size]))
+                steps += load.time_steps(runner, [(size, widths[size])]).values()
         draft[size] = tuple(step.draft for step in steps)
         verify[size] = (statistics.median(step.step for step in steps),) * len(steps)
         switch[size] = tuple(time_switch(speculator, name, size) for name in speculator.order)

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,18 +21,19 @@ from vllm_crossspec.config import settings_of
 from vllm_crossspec.contemplate.layout import verified_nodes
 from vllm_crossspec.engine.startup.clock import StepClock
 from vllm_crossspec.engine.vllm_api.speculative import draft_widths
-from vllm_crossspec.tree.schedule import choose_schedule, expected_tokens, to_ranges
+from vllm_crossspec.tree.schedule import LiveSchedule, choose_schedule, expected_tokens, to_ranges
 
 logger = init_logger("vllm.crossspec")
 
-CONTEXT_TOKENS = 2048
+CONTEXT_TOKENS, CONTEXT_TOKENS_ON_CPU = 2048, 256
 """Tokens before the measured ones, of every request; less where the model's length does not allow as many."""
 
-MAX_ROWS = 1024
+MAX_ROWS, MAX_ROWS_ON_CPU = 1024, 128
 """Most target tokens of a measured step. A dense model computes, and drafts have stopped to pay, from a few hundred
-on; the bound keeps start-up short and the measured logits (V entries a row) within memory."""
+on, on a CPU from a few dozen; the bound keeps start-up short and the measured logits (V entries a row) within
+memory."""
 
-REPEATS = 5
+REPEATS, REPEATS_ON_CPU = 5, 2
 
 
 class Cost(NamedTuple):
@@ -41,6 +42,8 @@ class Cost(NamedTuple):
     step: float
     draft: float
 
+
+_COSTS_KEY = "crossspec_step_costs"  # in vLLM's additional_config: from the engine core's start-up to its scheduler
 
 StepTable = dict[int, dict[int, Cost]]
 """Costs by draft tokens of a request, then by running requests."""
@@ -78,34 +81,42 @@ def verification_batch(runner: Any, num_reqs: int, width: int) -> InputBatch:
     )
 
 
-def time_step(runner: Any, num_reqs: int, width: int, context: int = CONTEXT_TOKENS) -> Cost:
-    """Time dummy steps of ``num_reqs`` requests with ``width`` draft tokens each, after one that is not counted.
+def time_step(runner: Any, num_reqs: int, width: int) -> Cost:
+    """Time a dummy step of ``num_reqs`` requests with ``width`` draft tokens each.
 
-    Every request has ``context`` tokens before the measured ones, fewer where the model's length does not allow it.
+    Every request has :data:`CONTEXT_TOKENS` before the measured ones, fewer where the model's length does not allow it.
 
     What it leaves out: the trees' rows and the compaction (a few launches), and the trees' own share of the attention
     where no CUDA graph holds the step.
     """
     clock = StepClock(runner.device)
+    context = CONTEXT_TOKENS_ON_CPU if runner.device.type == "cpu" else CONTEXT_TOKENS
     with _dummy_steps(runner, clock, width):
-        for _ in range(1 + REPEATS):
-            hidden, _ = runner._dummy_run(
-                num_reqs * (width + 1), uniform_decode=True, skip_eplb=True, context_len=context
-            )
-            batch = verification_batch(runner, num_reqs, width)
-            clock.mark()
-            runner.sample(hidden, batch, None)
-            clock.mark()
-    spans = clock.spans()[3:]
-    forward, draft, verify = spans[0::3], spans[1::3], spans[2::3]
-    steps = [one + other for one, other in zip(forward, verify, strict=True)]
-    return Cost(statistics.median(steps), statistics.median(draft))
+        hidden, _ = runner._dummy_run(num_reqs * (width + 1), uniform_decode=True, skip_eplb=True, context_len=context)
+        batch = verification_batch(runner, num_reqs, width)
+        clock.mark()
+        runner.sample(hidden, batch, None)
+        clock.mark()
+    forward, draft, verify = clock.spans()
+    return Cost(forward + verify, draft)
+
+
+def time_steps(runner: Any, points: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Cost]:
+    """Median costs by (running requests, draft tokens), measured in turns, so that a disturbance hits all alike.
+
+    A first turn is not counted: kernels are compiled in it.
+    """
+    repeats = REPEATS_ON_CPU if runner.device.type == "cpu" else REPEATS
+    turns = [{point: time_step(runner, *point) for point in points} for _ in range(1 + repeats)][1:]
+    return {
+        point: Cost(*map(statistics.median, zip(*(turn[point] for turn in turns), strict=True))) for point in points
+    }
 
 
 def batch_sizes(runner: Any, width: int) -> list[int]:
     """Numbers of running requests to measure ``width`` at: powers of two, and both sides of the largest CUDA graph."""
-    rows = width + 1
-    most = min(runner.max_num_reqs, max(min(MAX_ROWS, runner.max_num_tokens) // rows, 1))
+    rows, most_rows = width + 1, MAX_ROWS_ON_CPU if runner.device.type == "cpu" else MAX_ROWS
+    most = min(runner.max_num_reqs, max(min(most_rows, runner.max_num_tokens) // rows, 1))
     # A block drafter's own pass may be wider than what is verified of it.
     most = min(most, max(runner.max_num_tokens // runner.speculator.num_query_per_req, 1))
     if rows > runner.max_num_tokens:
@@ -121,11 +132,11 @@ def measure(runner: Any) -> StepTable:
     settings = settings_of(runner.vllm_config)
     assert settings is not None
     start = time.perf_counter()
-    table = {
-        width: {size: time_step(runner, size, width) for size in reversed(batch_sizes(runner, width))}
-        for width in map(settings.planned, draft_widths(settings))
-    }
-    logger.info("crossspec: steps of %s draft tokens timed in %.1f s", list(table), time.perf_counter() - start)
+    widths = [settings.planned(width) for width in draft_widths(settings)]
+    points = [(size, width) for width in widths for size in reversed(batch_sizes(runner, width))]
+    costs = time_steps(runner, points)
+    table = {width: {size: costs[size, width] for size, at in points if at == width} for width in widths}
+    logger.info("crossspec: steps of %s draft tokens timed in %.1f s", widths, time.perf_counter() - start)
     return table
 
 
@@ -144,6 +155,7 @@ def use_measured_schedule(collective_rpc: Callable[..., list[Any]], vllm_config:
     costs: StepTable = collective_rpc("crossspec_step_costs")[0]
     ranges = schedule_of(costs, vllm_config)
     vllm_config.speculative_config.num_speculative_tokens_per_batch_size = ranges
+    vllm_config.additional_config[_COSTS_KEY] = costs
     logger.info(
         "crossspec: draft tokens by running requests, from measured steps: %s",
         ", ".join(f"{first} to {last}: {width}" for first, last, width in ranges),
@@ -152,13 +164,32 @@ def use_measured_schedule(collective_rpc: Callable[..., list[Any]], vllm_config:
 
 def schedule_of(costs: StepTable, vllm_config: Any) -> list[tuple[int, int, int]]:
     """The schedule that these costs ask for, in vLLM's own form: (from, to, draft tokens)."""
-    settings = settings_of(vllm_config)
-    contemplates = settings is not None and settings.contemplates
-    table = choose_schedule(
+    return to_ranges(_table_of(costs, vllm_config))
+
+
+def live_schedule(vllm_config: Any) -> LiveSchedule | None:
+    """What the scheduler asks for each round's draft length; None where it does not follow a measurement."""
+    costs: StepTable | None = vllm_config.additional_config.get(_COSTS_KEY) if is_wanted(vllm_config) else None
+    if costs is None:
+        return None
+    seconds = {
+        width: {n: cost.step + cost.draft * bool(width) for n, cost in row.items()} for width, row in costs.items()
+    }
+    return LiveSchedule(seconds, _table_of(costs, vllm_config), _expected(vllm_config))
+
+
+def _table_of(costs: StepTable, vllm_config: Any) -> list[int]:
+    return choose_schedule(
         step_seconds={width: {n: cost.step for n, cost in by_size.items()} for width, by_size in costs.items()},
         draft_seconds={width: {n: cost.draft for n, cost in by_size.items()} for width, by_size in costs.items()},
         widths=list(costs),
         max_batch_size=vllm_config.scheduler_config.max_num_seqs,
-        expected=lambda width: expected_tokens(verified_nodes(width, contemplates)),
+        expected=_expected(vllm_config),
     )
-    return to_ranges(table)
+
+
+def _expected(vllm_config: Any) -> Callable[[int], float]:
+    """Tokens of a request and step by planned draft tokens, before any has been decoded."""
+    settings = settings_of(vllm_config)
+    contemplates = settings is not None and settings.contemplates
+    return lambda width: expected_tokens(verified_nodes(width, contemplates))
