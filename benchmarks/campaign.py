@@ -1,0 +1,346 @@
+"""Everything that waits for a GPU, in one command: correctness first, then speed, the most important first.
+
+    python benchmarks/campaign.py --out runs/h100                  # goes on where an earlier call stopped
+    python benchmarks/campaign.py --out runs/h100 --list           # the steps, what each needs, and how it went
+    python benchmarks/campaign.py --out runs/h100 --tables docs/results/gpu.md --no-run
+
+Each step is a command of its own with a log and a JSON document in the folder, and ends within nine minutes. A step
+that fails stops the steps that stand on it and nothing else: a method whose texts differ from plain generation's is not
+timed. The same command again skips what has passed and tries the rest once more. On another machine, or to see that it
+all runs, choose smaller models: ``--large 0.6b --small 0.2b``.
+"""
+
+import argparse
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_crossspec.cli.demo import METHODS, located
+
+HERE = Path(__file__).resolve().parent
+STEP_MINUTES = 9.0
+"""The longest that a step may run."""
+
+CAMPAIGN_MINUTES = 40.0
+
+NATIVE: dict[str, dict[str, Any]] = {
+    # Without a key of ours a config is vLLM's own proposer.
+    "native-eagle3": {"method": "eagle3", "model": "{pocket}/eagle3", "num_speculative_tokens": 3},
+    "native-dflash": {"method": "dflash", "model": "{pocket}/dflash", "num_speculative_tokens": 7},
+    "native-draft-model": {"method": "draft_model", "model": "{pocket}/draft-model", "num_speculative_tokens": 5},
+}
+TIMED = (
+    "eagle3-tree",
+    "eagle3",
+    "dflash-tree",
+    "whiflash-neural",
+    "dart",
+    "confu-tree",
+    "eagle3-heterospec",
+    "flashhead",
+    "dflash",
+    "confu",
+    "draft-model",
+)
+"""Our methods in the order in which their speed is wanted."""
+
+IDENTITY_GROUPS = (TIMED[:4], TIMED[4:8], TIMED[8:])
+"""Methods whose texts are compared in one step."""
+
+ROUND_METHODS = "none,native-eagle3,eagle3,eagle3-tree,native-dflash,dflash,dflash-tree,dart,confu-tree"
+
+
+@dataclass(frozen=True)
+class Step:
+    """One command of the campaign.
+
+    Attributes:
+        name: of its files in the folder.
+        command: with ``{json}`` for the file of its document.
+        needs: steps that must have passed; ``step/part`` for one part of a step whose document is of several.
+        minutes: about how long it takes on an H100; it is not begun where fewer are left.
+        parts: what its document says of each part, by name: None where it passed, else a sentence. A step with parts
+            goes by its document alone.
+        env: added to the environment.
+    """
+
+    name: str
+    command: Sequence[str]
+    needs: tuple[str, ...] = ()
+    minutes: float = 2.0
+    parts: Callable[[dict[str, Any]], dict[str, str | None]] | None = None
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def steps(out: Path, options: argparse.Namespace) -> list[Step]:
+    """All steps, the most important first."""
+    python = sys.executable
+    crossspec = [python, "-m", "vllm_crossspec.cli.app"]
+
+    def benchmark(name: str, *more: str) -> list[str]:
+        return [python, str(HERE / f"{name}.py"), *more, "--json", "{json}"]
+
+    found = []
+    first: tuple[str, ...] = ()
+    if options.check:
+        found.append(Step("check", shlex.split(options.check), minutes=1))
+        first = ("check",)
+    found.append(Step("kernels", [python, "-m", "pytest", "-q", "-m", "gpu", str(HERE.parent / "tests")], first, 6))
+    identity = {}
+    for number, group in enumerate(IDENTITY_GROUPS, start=1):
+        name = f"identity-{number}"
+        demo = ["demo", "--methods", ",".join(group), "--limit", "2", "--max-tokens", "48", "--json", "{json}"]
+        found.append(Step(name, [*crossspec, *demo], first, 5, _identical))
+        identity |= dict.fromkeys(group, name)
+    for shape in (options.large, options.small):
+        models = out / "models" / shape
+        build = [
+            "inflate",
+            "--shape",
+            shape,
+            "--out",
+            str(models),
+            "--dtype",
+            options.dtype,
+            "--device",
+            options.device,
+        ]
+        inflate = Step(f"inflate-{shape}", [*crossspec, *build, "--overwrite", "--no-check"], first, 4)
+        found.append(inflate)
+        for name in (*NATIVE, *TIMED):
+            spec = _write_spec(out / "specs" / shape / f"{name}.json", (NATIVE | METHODS)[name], models)
+            needs = (inflate.name, f"{identity[name]}/{name}") if name in identity else (inflate.name,)
+            bench = ["bench", "--model", str(models / "target"), "--spec", str(spec), "--dtype", options.dtype]
+            sweep = [
+                "--batch-sizes",
+                options.batch_sizes,
+                "--repeats",
+                "2",
+                "--limit",
+                str(options.limit),
+                "--ignore-eos",
+            ]
+            found.append(Step(f"bench-{shape}-{name}", [*crossspec, *bench, *sweep, "--json", "{json}"], needs, 3))
+        rounds = benchmark("round_time", "--shape", shape, "--methods", ROUND_METHODS, "--batch-sizes", "1,8,32")
+        if shape in options.dummy_shapes:
+            found.append(Step(f"rounds-{shape}", rounds, ("kernels",), 8))
+    large = options.large if options.large in options.dummy_shapes else options.dummy_shapes[0]
+    found += [
+        Step("switch-cost", benchmark("switch_cost", "--shape", large), ("kernels",), 4),
+        Step("kernels-trees", benchmark("tree_kernels", "--shape", large), ("kernels",), 4),
+        Step("kernels-flashhead", benchmark("flashhead_gpu"), ("kernels",), 2),
+        Step("kernels-search", [python, str(HERE / "tree_search.py"), "--json", "{json}"], ("kernels",), 3),
+        Step("ngrams", benchmark("ngram_lookup"), first, 3),
+    ]
+    for invariant in (0, 1):
+        name = "bfloat16" + "-invariant" * invariant
+        models = out / "models" / options.small
+        bench = ["bench", "--model", str(models / "target"), "--dtype", "bfloat16", "--batch-size", "8", "--limit", "4"]
+        specs = [str(out / "specs" / options.small / f"{method}.json") for method in TIMED[:3]]
+        spec_options = [word for spec in specs for word in ("--spec", spec)]
+        environment = {"VLLM_BATCH_INVARIANT": str(invariant)}
+        needs = (f"inflate-{options.small}",)
+        found.append(Step(name, [*crossspec, *bench, *spec_options, "--json", "{json}"], needs, 5, None, environment))
+    return found
+
+
+def _identical(document: dict[str, Any]) -> dict[str, str | None]:
+    """By method, one sentence where a text is not plain generation's."""
+    found: dict[str, str | None] = {}
+    for row in document["rows"]:
+        differs = row.get("identical_to_plain") is False
+        found[row["method"]] = "a text is not plain generation's" if differs else found.get(row["method"])
+    return found
+
+
+def _write_spec(file: Path, config: Any, models: Path) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(located(config, models), indent=1) + "\n")
+    return file
+
+
+class Campaign:
+    """The folder of a campaign: a document of how each step went, its log, and what it wrote.
+
+    Args:
+        out: the folder.
+        minutes: of all steps together, those of earlier calls among them.
+    """
+
+    def __init__(self, out: Path, minutes: float):
+        self.out, self.minutes = out, minutes
+        self._file = out / "campaign.json"
+        out.mkdir(parents=True, exist_ok=True)
+        self.state: dict[str, dict[str, Any]] = json.loads(self._file.read_text()) if self._file.is_file() else {}
+
+    @property
+    def spent(self) -> float:
+        """Minutes that all steps have taken so far."""
+        return sum(state.get("seconds", 0.0) for state in self.state.values()) / 60
+
+    def run(self, all_steps: Sequence[Step], only: Sequence[str] = ()) -> None:
+        """Run what has not passed yet, in order, as far as the minutes go."""
+        for step in all_steps:
+            if self._has_passed(step.name) or (only and not any(step.name.startswith(name) for name in only)):
+                continue
+            missing = [name for name in step.needs if not self._has_passed(name)]
+            if missing:
+                self._skip(step, f"needs {', '.join(missing)}")
+            elif self.spent + step.minutes > self.minutes:
+                self._skip(step, f"needs {step.minutes:g} minutes, {self.minutes - self.spent:.1f} are left")
+            else:
+                self._run(step)
+
+    def _has_passed(self, name: str) -> bool:
+        step, _, part = name.partition("/")
+        state = self.state.get(step, {})
+        return part in state.get("passed_parts", ()) if part else state.get("status") == "passed"
+
+    def _run(self, step: Step) -> None:
+        document, log = self.out / f"{step.name}.json", self.out / f"{step.name}.log"
+        document.unlink(missing_ok=True)
+        command = [word.replace("{json}", str(document)) for word in step.command]
+        limit = 60 * min(STEP_MINUTES, self.minutes - self.spent)
+        earlier = self.state.get(step.name, {}).get("seconds", 0.0)
+        print(f"{step.name}: {shlex.join(command)}", flush=True)
+        start = time.perf_counter()
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                command, stdout=output, stderr=subprocess.STDOUT, env={**os.environ, **step.env}, start_new_session=True
+            )
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                code = None
+            finally:  # whatever ends this, no engine stays behind
+                _end_group(process)
+        seconds = earlier + time.perf_counter() - start
+        parts: dict[str, str | None] = {}
+        if step.parts and document.is_file():
+            parts = step.parts(json.loads(document.read_text()))
+        wrong = "; ".join(f"{name}: {why}" for name, why in parts.items() if why)
+        if code is None:
+            wrong = f"ended after {limit / 60:.1f} minutes"
+        elif code and not wrong:
+            wrong = f"exit code {code}: {_last_line(log)}"
+        self._note(step, wrong, seconds, [name for name, why in parts.items() if not why])
+
+    def _note(self, step: Step, why: str, seconds: float, passed_parts: Sequence[str]) -> None:
+        status = "failed" if why else "passed"
+        self._write(step, {"status": status, "why": why, "seconds": round(seconds, 1), "passed_parts": passed_parts})
+
+    def _skip(self, step: Step, why: str) -> None:
+        """Keep what an earlier call has seen of the step."""
+        self._write(step, {**self.state.get(step.name, {}), "status": "skipped", "why": why})
+
+    def _write(self, step: Step, state: dict[str, Any]) -> None:
+        self.state[step.name] = {**state, "command": list(step.command)}
+        new = self._file.with_suffix(".new")
+        new.write_text(json.dumps(self.state, indent=1) + "\n")
+        new.replace(self._file)
+        why = f": {state['why']}" if state["why"] else ""
+        print(f"  {step.name} {state['status']}{why}; {self.spent:.1f} of {self.minutes:g} minutes", flush=True)
+
+
+def _end_group(process: "subprocess.Popen[bytes]") -> None:
+    """End a step's processes, all of them."""
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, sign)
+        except ProcessLookupError:
+            break
+        if sign == signal.SIGTERM:
+            time.sleep(1.0)
+    process.wait()
+
+
+def _last_line(log: Path) -> str:
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1][:300] if lines else "no output"
+
+
+def tables(campaign: Campaign, options: argparse.Namespace) -> str:
+    """The page of results, from the documents that there are."""
+    lines = ["# Results on a GPU", "", f"Made by `benchmarks/campaign.py` from {len(campaign.state)} steps."]
+    for shape in (options.large, options.small):
+        rows = list(_bench_rows(campaign.out, shape))
+        if rows:
+            sizes = sorted({row["batch_size"] for _, row in rows})
+            lines += ["", f"## {shape}: tokens a second, and times plain", ""]
+            lines += ["| method | " + " | ".join(f"batch {size}" for size in sizes) + " | identical |"]
+            lines += ["|---" * (len(sizes) + 2) + "|"]
+            for name in dict.fromkeys(name for name, _ in rows):
+                own = {row["batch_size"]: row for other, row in rows if other == name}
+                cells = [
+                    f"{own[n]['tokens_per_second']:.0f} ({own[n]['speedup']:.2f}x)" if n in own else "" for n in sizes
+                ]
+                same = all(row["identical_to_plain"] is not False for row in own.values())
+                lines.append(f"| {name} | " + " | ".join(cells) + f" | {'yes' if same else 'no'} |")
+    lines += ["", "## Steps", "", "| step | how it went | seconds |", "|---|---|---|"]
+    for name, state in campaign.state.items():
+        why = f": {state['why']}" if state["why"] else ""
+        lines.append(f"| {name} | {state['status']}{why} | {state.get('seconds', '')} |")
+    return "\n".join(lines) + "\n"
+
+
+def _bench_rows(out: Path, shape: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in (*NATIVE, *TIMED):
+        file = out / f"bench-{shape}-{name}.json"
+        if file.is_file():
+            for row in json.loads(file.read_text())["rows"]:
+                if row.get("category") in (None, "all") and row["method"] == name:
+                    yield name, row
+
+
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of logs, documents and models")
+    add("--minutes", type=float, default=CAMPAIGN_MINUTES, help="of all steps together, earlier calls among them")
+    add("--large", default="8b", help="shape that matters most (crossspec inflate --shape)")
+    add("--small", default="0.6b", help="the other shape")
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the inflated models")
+    add("--device", default="cuda", help="where they are made")
+    add("--batch-sizes", default="1,8,32,64", help="requests at a time, comma-separated")
+    add("--limit", type=int, default=6, help="prompts of each category")
+    add("--check", help="a command to run before all others, such as a check of vLLM's own kernels")
+    add("--only", default="", help="only steps whose names begin so, comma-separated")
+    add("--list", action="store_true", help="print the steps and how they went, and run none")
+    add("--no-run", action="store_true", help="run none")
+    add("--tables", type=Path, help="write the page of results to this file")
+    options = parser.parse_args(argv)
+    options.dummy_shapes = [shape for shape in (options.large, options.small) if shape in ("8b", "0.6b")] or ["0.6b"]
+    return options
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run; 1 where a step has failed."""
+    options = arguments(argv)
+    campaign = Campaign(options.out, options.minutes)
+    all_steps = steps(options.out.resolve(), options)
+    if options.list:
+        for step in all_steps:
+            state = campaign.state.get(step.name, {})
+            print(
+                f"{step.name:32} {state.get('status', 'not run'):8} {step.minutes:g} min  needs {', '.join(step.needs)}"
+            )
+        return 0
+    if not options.no_run:
+        campaign.run(all_steps, [name for name in options.only.split(",") if name])
+    if options.tables:
+        options.tables.parent.mkdir(parents=True, exist_ok=True)
+        options.tables.write_text(tables(campaign, options))
+    return int(any(state["status"] == "failed" for state in campaign.state.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

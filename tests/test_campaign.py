@@ -1,0 +1,120 @@
+"""The campaign for a GPU: what stops what, what an ended call leaves to the next, and what is written when."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import campaign as module
+from campaign import Campaign, Step
+
+from vllm_crossspec.cli.demo import METHODS
+
+
+def command(code):
+    return [sys.executable, "-c", code]
+
+
+WRITES = "import json, sys; json.dump({}, open('{{json}}', 'w'))"
+
+
+def writing(document):
+    return command(f"open('{{json}}', 'w').write({json.dumps(document)!r})")
+
+
+def statuses(campaign):
+    return {name: state["status"] for name, state in campaign.state.items()}
+
+
+def test_a_failing_step_stops_what_stands_on_it_and_nothing_else(tmp_path):
+    steps = [
+        Step("kernels", command("print('max error 3'); raise SystemExit(2)")),
+        Step("rounds", command("pass"), ("kernels",)),
+        Step("identity", command("pass")),
+        Step("bench", command("pass"), ("identity",)),
+    ]
+    campaign = Campaign(tmp_path, 40)
+    campaign.run(steps)
+    assert statuses(campaign) == {"kernels": "failed", "rounds": "skipped", "identity": "passed", "bench": "passed"}
+    assert campaign.state["kernels"]["why"] == "exit code 2: max error 3"
+    assert campaign.state["rounds"]["why"] == "needs kernels"
+
+
+def test_a_method_with_another_text_is_not_timed_and_the_others_are(tmp_path):
+    rows = [{"method": "dart", "identical_to_plain": False}, {"method": "eagle3", "identical_to_plain": True}]
+    steps = [
+        Step("identity", [*writing({"rows": rows})], parts=module._identical),
+        Step("bench-dart", command("pass"), ("identity/dart",)),
+        Step("bench-eagle3", command("pass"), ("identity/eagle3",)),
+    ]
+    campaign = Campaign(tmp_path, 40)
+    campaign.run(steps)
+    assert statuses(campaign) == {"identity": "failed", "bench-dart": "skipped", "bench-eagle3": "passed"}
+    assert campaign.state["identity"]["why"] == "dart: a text is not plain generation's"
+
+
+def test_the_next_call_skips_what_has_passed_and_tries_the_rest_again(tmp_path):
+    counted = command(f"open({str(tmp_path / 'runs')!r}, 'a').write('x')")
+    flag = tmp_path / "flag"
+    steps = [
+        Step("once", counted),
+        Step("later", command(f"raise SystemExit(not __import__('os').path.exists({str(flag)!r}))")),
+    ]
+    Campaign(tmp_path, 40).run(steps)
+    flag.touch()
+    again = Campaign(tmp_path, 40)
+    assert statuses(again) == {"once": "passed", "later": "failed"}
+    again.run(steps)
+    assert (tmp_path / "runs").read_text() == "x" and statuses(again) == {"once": "passed", "later": "passed"}
+    assert again.state["later"]["seconds"] > 0
+
+
+def test_a_step_that_hangs_is_ended_with_all_its_processes(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "STEP_MINUTES", 1 / 60)
+    sleeps = f"{tmp_path.name!r}; import time; time.sleep(60)"
+    child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleeps!r}]); {sleeps}"
+    campaign = Campaign(tmp_path, 40)
+    campaign.run([Step("hangs", command(child))])
+    assert campaign.state["hangs"]["why"] == "ended after 0.0 minutes"
+    cmdlines = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
+    assert not any(tmp_path.name.encode() in line and b"sleep(60)" in line for line in cmdlines)
+
+
+def test_what_does_not_fit_into_the_minutes_is_left(tmp_path):
+    campaign = Campaign(tmp_path, 5)
+    campaign.run([Step("long", command("pass"), minutes=6), Step("short", command("pass"), minutes=1)])
+    assert statuses(campaign) == {"long": "skipped", "short": "passed"}
+    assert campaign.state["long"]["why"].startswith("needs 6 minutes, 5.0 are left")
+
+
+@pytest.mark.parametrize("shape", ["8b", "0.2b"])
+def test_every_step_stands_on_steps_before_it(tmp_path, shape):
+    options = module.arguments(["--out", str(tmp_path), "--large", shape])
+    seen = set()
+    for step in module.steps(tmp_path, options):
+        assert {name.partition("/")[0] for name in step.needs} <= seen
+        assert step.name not in seen and step.minutes <= module.STEP_MINUTES
+        seen.add(step.name)
+    assert {f"bench-{shape}-{name}" for name in (*module.NATIVE, *module.TIMED)} <= seen
+    assert set(module.TIMED) <= set(METHODS)
+
+
+def test_the_page_has_a_row_for_each_method_and_step(tmp_path):
+    options = module.arguments(["--out", str(tmp_path)])
+    rows = [
+        {
+            "method": "eagle3",
+            "batch_size": n,
+            "tokens_per_second": 100.0 * n,
+            "speedup": 2.5,
+            "identical_to_plain": True,
+        }
+        for n in (1, 8)
+    ]
+    campaign = Campaign(tmp_path, 40)
+    campaign.run([Step("bench-8b-eagle3", writing({"rows": rows})), Step("kernels", command("raise SystemExit(1)"))])
+    page = module.tables(campaign, options)
+    assert "| eagle3 | 100 (2.50x) | 800 (2.50x) | yes |" in page
+    assert "| kernels | failed: exit code 1: no output |" in page
