@@ -56,6 +56,7 @@ ROOMS = [
     "ngram",
     "router",
     "shards",
+    "files",
     "types",
     "arrays",
     "twins",

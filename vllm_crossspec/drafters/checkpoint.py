@@ -6,10 +6,10 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
 from vllm_crossspec.drafters.base import DrafterKind, drafter_kind, drafter_kinds
+from vllm_crossspec.files import open_tensors
 from vllm_crossspec.types import DrafterFacts, TargetFacts
 
 
@@ -79,11 +79,8 @@ def check_weight_files(folder: Path, key: str) -> None:
         if missing:
             raise ValueError(f"{key}: {missing[0]} is named by {index.name} but not there; copy the checkpoint again")
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                opened.keys()
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{key}: {file} is damaged or cut short ({error}); copy it again") from None
+        with open_tensors(file, f"{key}: {file}") as tensors:
+            tensors.keys()
     bins = sorted(folder.glob("*.bin")) if not files else []
     for file in bins:
         # torch has written zip archives since 1.6; an older pickle shows no such mark and is left to torch.
