@@ -44,7 +44,7 @@ def read_versioned(
     parse: Callable[[dict[str, Any]], Parsed],
     disagreement: Callable[[Parsed], str | None],
 ) -> Parsed:
-    """What ``parse`` makes of a JSON file of ours; ``disagreement`` says what in that does not hang together, if anything.
+    """What ``parse`` makes of a JSON file of ours; ``disagreement`` says what of that does not hang together, if any.
 
     Raises:
         ValueError: one sentence that begins with ``where`` and names ``remedy``, the command that writes such files: no

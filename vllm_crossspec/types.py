@@ -12,6 +12,8 @@ import torch
 
 TREE, CHAIN, NO_DRAFTS = 0, 1, 2
 """What a request lets its drafter draft."""
+DEFAULT_DRAFT_TOKENS = 5
+"""K where neither the user nor the drafter's checkpoint names one."""
 
 
 class StepInputs(NamedTuple):
@@ -68,6 +70,12 @@ class TokenTree(NamedTuple):
     parents: torch.Tensor
     log_probs: torch.Tensor
     sizes: torch.Tensor
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor | int, ...]:
+        """What kernels take of the trees: the sizes, and before them each other tensor and the stride of its rows."""
+        strided = (x for tensor in self[:3] for x in (tensor, tensor.stride(0)))
+        return (*strided, self.sizes)
 
 
 class Sizing(NamedTuple):
@@ -136,9 +144,9 @@ class DrafterFacts(NamedTuple):
     vocab_size: int
     draft_vocab_size: int
     target_layers: tuple[int, ...]
-    max_draft_tokens: int | None
-    default_draft_tokens: int
-    mask_token_id: int | None
+    max_draft_tokens: int | None = None
+    default_draft_tokens: int = DEFAULT_DRAFT_TOKENS
+    mask_token_id: int | None = None
 
 
 class Futures(NamedTuple):

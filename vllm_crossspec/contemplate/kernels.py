@@ -1,8 +1,7 @@
 """What contemplate tokens cost beside the target's own pass: three launches around it, without a sync.
 
 Shape legend: R requests of the batch, S request slots, T token rows of the step, L logits rows, H hidden size, n
-experts, K of them mixed. A request of q verification rows has (q - 2) // 2 draft nodes; ``layout`` says how its rows
-lie.
+experts, K of them mixed. ``layout`` says how the rows of a request lie.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,10 +11,18 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_crossspec.contemplate.layout import verified_nodes
+
 SPLIT_ROWS = 128
 WRITTEN_ROWS = 16
 """Contemplate rows of a program that writes their embeddings."""
 MAX_COLUMNS = 1024
+
+
+@triton.jit
+def draft_nodes(num_rows):
+    """``layout.verified_nodes``, of a request's verification rows. The last one of an odd number stands for none."""
+    return tl.maximum(num_rows - 2, 0) // 2
 
 
 @triton.jit
@@ -27,7 +34,7 @@ def _request_rows(
     """Token row of a request's root (int64), its verification rows and how many of them are draft nodes."""
     num_rows = tl.load(cu_rows_ptr + request + 1) - tl.load(cu_rows_ptr + request)
     first = (tl.load(query_start_loc_ptr + request + 1) - num_rows).to(tl.int64)
-    return first, num_rows, tl.maximum(num_rows - 2, 0) // 2
+    return first, num_rows, draft_nodes(num_rows)
 
 
 @triton.jit
@@ -43,8 +50,7 @@ def _split_rows_kernel(
 ):
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(idx_mapping_ptr + request)
-    num_rows = tl.load(cu_rows_ptr + request + 1) - tl.load(cu_rows_ptr + request)
-    first = (tl.load(query_start_loc_ptr + request + 1) - num_rows).to(tl.int64)
+    first, _, _ = _request_rows(query_start_loc_ptr, cu_rows_ptr, request)
     begin = tl.load(cu_nodes_ptr + request)
     num_ordinary = tl.load(cu_nodes_ptr + request + 1) - begin
     for start in range(0, num_ordinary, BLOCK):
@@ -301,7 +307,7 @@ def write_contemplate_rows(
     if max_rows < 2:
         return
     block = min(MAX_COLUMNS // 4, triton.next_power_of_2(hidden))
-    blocks_of_rows = triton.cdiv(max_rows - 1 - (max_rows - 2) // 2, WRITTEN_ROWS)
+    blocks_of_rows = triton.cdiv(max_rows - 1 - verified_nodes(max_rows - 1, contemplates=True), WRITTEN_ROWS)
     _write_contemplate_rows_kernel[(idx_mapping.shape[0], blocks_of_rows, triton.cdiv(hidden, block))](
         embeds,
         embeds.stride(0),

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_crossspec.twins import runs_kernels
+from vllm_crossspec.twins import operand_type, runs_kernels
 
 FIXED, ENTROPY, NEURAL, GOODPUT = 0, 1, 2, 3
 """What ``decide`` knows to do; see its docstring."""
@@ -249,16 +249,9 @@ def gain_parts(
         BLOCK_M=tiles.middle,
         BLOCK_H=tiles.hidden,
         PRECISION="ieee" if is_exact else "tf32",
-        OPERAND=_operand_type(hidden_states.dtype),
+        OPERAND=operand_type(hidden_states.dtype),
     )
     return blocks
-
-
-def _operand_type(dtype: torch.dtype) -> tl.dtype:
-    """What the tensor cores multiply: the inputs' own type. The interpreter would multiply bfloat16's bits."""
-    if not runs_kernels():
-        return tl.float32
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
 
 
 class Rule(NamedTuple):

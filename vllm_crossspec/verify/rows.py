@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_crossspec.contemplate.kernels import draft_nodes
 from vllm_crossspec.verify.tail_attention import soft_words
 
 ROWS_PER_PROGRAM = 32
@@ -54,8 +55,7 @@ def _prepare_rows_kernel(
     proposed = drafted & (root >= tl.load(prefill_len_ptr + slot))
     nodes = num_rows - 1
     if CONTEMPLATES:
-        # Where the scheduler left an odd number of rows for nodes and contemplate tokens, the last one stands for none.
-        nodes = tl.maximum(num_rows - 2, 0) // 2
+        nodes = draft_nodes(num_rows)
     live = tl.where(proposed, tl.minimum(nodes, tl.load(sizes_ptr + slot)), 0)
     if block == 0:
         tl.store(num_live_ptr + request, live)
