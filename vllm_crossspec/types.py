@@ -78,6 +78,22 @@ class TokenTree(NamedTuple):
         return (*strided, self.sizes)
 
 
+class AcceptedPaths(NamedTuple):
+    """What a verified step accepted: of each request, rows of its own. Row 0 is the last sampled token.
+
+    Attributes:
+        query_start_loc: int32 [at least R + 1] first token row of each request.
+        cu_rows: int32 [R + 1]; a request's verification rows are its last ones.
+        num_sampled: int32 [at least R] length of each path, row 0 included; 0 inside a prompt.
+        path: int32 [at least R, depth + 1] rows of the accepted path.
+    """
+
+    query_start_loc: torch.Tensor
+    cu_rows: torch.Tensor
+    num_sampled: torch.Tensor
+    path: torch.Tensor
+
+
 class Sizing(NamedTuple):
     """What a drafter whose trees differ in size gave each request of a batch (``adaptive``).
 

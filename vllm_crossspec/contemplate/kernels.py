@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from vllm_crossspec.contemplate.layout import verified_nodes
+from vllm_crossspec.types import AcceptedPaths
 
 SPLIT_ROWS = 128
 WRITTEN_ROWS = 16
@@ -124,9 +125,9 @@ def _contemplate_kernel(
     idx_mapping_ptr,  # int [R]
     query_start_loc_ptr,  # int32 [R + 1]
     cu_rows_ptr,  # int32 [R + 1]
+    num_sampled_ptr,  # int32 [R]
     path_ptr,  # int32 [R, width]
     path_stride,
-    num_sampled_ptr,  # int32 [R]
     router_ptr,  # [n, taps * H]
     experts_ptr,  # [n, H]
     embeds_ptr,  # [S, H], written
@@ -190,10 +191,7 @@ def contemplate(
     taps: Sequence[torch.Tensor],
     final_states: torch.Tensor,
     idx_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    cu_rows: torch.Tensor,
-    path: torch.Tensor,
-    num_sampled: torch.Tensor,
+    paths: AcceptedPaths,
     router: torch.Tensor,
     experts: torch.Tensor,
     top: int,
@@ -212,10 +210,7 @@ def contemplate(
         taps: 1 to 3 times [at least T, H], the states that drafters tap; concatenated in this order.
         final_states: [at least T, H] behind the target's last norm.
         idx_mapping: int [R] slot of each request; nothing is written for negative ones.
-        query_start_loc: int32 [at least R + 1] first token row of each request.
-        cu_rows: int32 [R + 1]; a request's verification rows are its last ones.
-        path: int32 [at least R, width] accepted rows; read for requests of more than one row.
-        num_sampled: int32 [at least R] their number.
+        paths: of the step; read for requests of more than one row.
         router: [n, taps * H] contiguous.
         experts: [n, H] contiguous.
         top: K, at most n.
@@ -234,11 +229,8 @@ def contemplate(
         final_states,
         final_states.stride(0),
         idx_mapping,
-        query_start_loc,
-        cu_rows,
-        path,
-        path.stride(0),
-        num_sampled,
+        *paths,
+        paths.path.stride(0),
         router,
         experts,
         contemplate_embeds,
