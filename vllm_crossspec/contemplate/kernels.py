@@ -27,7 +27,7 @@ def draft_nodes(num_rows):
 
 
 @triton.jit
-def _request_rows(
+def request_rows(
     query_start_loc_ptr,  # int32 [R + 1]
     cu_rows_ptr,  # int32 [R + 1]
     request,
@@ -51,7 +51,7 @@ def _split_rows_kernel(
 ):
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(idx_mapping_ptr + request)
-    first, _, _ = _request_rows(query_start_loc_ptr, cu_rows_ptr, request)
+    first, _, _ = request_rows(query_start_loc_ptr, cu_rows_ptr, request)
     begin = tl.load(cu_nodes_ptr + request)
     num_ordinary = tl.load(cu_nodes_ptr + request + 1) - begin
     for start in range(0, num_ordinary, BLOCK):
@@ -145,7 +145,7 @@ def _contemplate_kernel(
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(idx_mapping_ptr + request).to(tl.int64)
     if slot >= 0:
-        first, num_rows, nodes = _request_rows(query_start_loc_ptr, cu_rows_ptr, request)
+        first, num_rows, nodes = request_rows(query_start_loc_ptr, cu_rows_ptr, request)
         length = tl.load(num_sampled_ptr + request)
         has_future = (num_rows > 1) & (length > 0)
         # Where nothing was verified the path is another step's.
@@ -263,7 +263,7 @@ def _write_contemplate_rows_kernel(
 ):
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(idx_mapping_ptr + request).to(tl.int64)
-    first, num_rows, nodes = _request_rows(query_start_loc_ptr, cu_rows_ptr, request)
+    first, num_rows, nodes = request_rows(query_start_loc_ptr, cu_rows_ptr, request)
     begin = nodes + 1 + tl.program_id(1) * ROWS
     if (slot >= 0) & (begin < num_rows):
         row = begin + tl.arange(0, ROWS)

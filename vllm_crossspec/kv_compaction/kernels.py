@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_crossspec.contemplate.kernels import request_rows
 from vllm_crossspec.types import AcceptedPaths
 
 PATH_ROWS = 16  # rows of a path that one program reads before it writes
@@ -82,17 +83,6 @@ def make_kv_layers(caches: Sequence[tuple[torch.Tensor, int]]) -> KVLayers:
 
 
 @triton.jit
-def _first_row(
-    query_start_loc_ptr,  # int32 [R + 1]
-    cu_rows_ptr,  # int32 [R + 1]
-    request,
-):
-    """Token row of a request's row 0, int64."""
-    num_rows = tl.load(cu_rows_ptr + request + 1) - tl.load(cu_rows_ptr + request)
-    return (tl.load(query_start_loc_ptr + request + 1) - num_rows).to(tl.int64)
-
-
-@triton.jit
 def _compact_kv_kernel(
     query_start_loc_ptr,  # int32 [R + 1]
     cu_rows_ptr,  # int32 [R + 1]
@@ -116,7 +106,7 @@ def _compact_kv_kernel(
     layer = tl.program_id(1)
     length = tl.load(num_sampled_ptr + request)
     if length > 1:
-        first = _first_row(query_start_loc_ptr, cu_rows_ptr, request)
+        first, _, _ = request_rows(query_start_loc_ptr, cu_rows_ptr, request)
         slots = slots_ptr + tl.load(group_ptr + layer).to(tl.int64) * slots_stride + first
         cache = tl.cast(tl.load(pointers_ptr + layer), tl.pointer_type(tl.int32))
         cache = tl.multiple_of(cache, 4 * ALIGNMENT)
@@ -186,7 +176,7 @@ def _compact_rows_kernel(
     request = tl.program_id(0).to(tl.int64)
     length = tl.load(num_sampled_ptr + request)
     if length > 1:
-        first = _first_row(query_start_loc_ptr, cu_rows_ptr, request)
+        first, _, _ = request_rows(query_start_loc_ptr, cu_rows_ptr, request)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         for start in range(1, length, ROWS):
             k = start + tl.arange(0, ROWS)
@@ -238,9 +228,8 @@ def _restore_rows_kernel(
     ROWS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    num_rows = tl.load(cu_rows_ptr + request + 1) - tl.load(cu_rows_ptr + request)
+    first, num_rows, _ = request_rows(query_start_loc_ptr, cu_rows_ptr, request)
     if num_rows > 1:
-        first = (tl.load(query_start_loc_ptr + request + 1) - num_rows).to(tl.int64)
         root = tl.load(seq_lens_ptr + request) - num_rows
         for start in range(0, num_rows, ROWS):
             row = start + tl.arange(0, ROWS)

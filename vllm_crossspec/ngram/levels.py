@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from vllm_crossspec.arrays import Array
 from vllm_crossspec.files import replacing
-from vllm_crossspec.ngram.store import MAX_CODES, Header, code_scale
+from vllm_crossspec.ngram.store import FILE_TYPES, MAX_CODES, Header, code_scale
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is, and of how much."""
@@ -190,12 +190,10 @@ def _codes(counts: Array, above: Array, header: Header) -> Array:
 
 def create_file(path: Path, header: Header) -> dict[str, npt.NDArray[np.int64]]:
     """An empty safetensors file of the right size, its tensors mapped for writing."""
-    names = {"torch.int16": ("I16", "<i2"), "torch.int32": ("I32", "<i4"), "torch.int64": ("I64", "<i8")}
-    names["torch.uint8"] = ("U8", "<u1")
     entries: dict[str, object] = {"__metadata__": header.metadata()}
     begin, layout = 0, {}
     for name in ("offsets", "tokens", "codes"):  # the widest first: each is aligned
-        kind, numpy_kind = names[str(header.dtypes[name])]
+        kind, numpy_kind = FILE_TYPES[header.dtypes[name]]
         length = header.lengths[name]
         end = begin + length * np.dtype(numpy_kind).itemsize
         entries[name] = {"dtype": kind, "shape": [length], "data_offsets": [begin, end]}

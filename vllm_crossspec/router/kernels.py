@@ -137,24 +137,21 @@ def _gain_parts_kernel(
     w1_row = w1_ptr + j.to(tl.int64) * HIDDEN
     h = tl.arange(0, BLOCK_H)
     if BLOCK_R == 1:
-        products = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-        for start in range(0, HIDDEN, BLOCK_H):
-            column = start + h
-            inside = column < HIDDEN
-            states = tl.load(hidden_row[:, None] + column[None, :], mask=wanted[:, None] & inside[None, :], other=0.0)
-            element = is_middle[:, None] & inside[None, :]
-            weights = tl.load(w1_row[:, None] + column[None, :], mask=element, other=0.0)
-            products += weights.to(tl.float32) * states.to(tl.float32)
-        total = tl.sum(products, axis=1)[None, :]
+        total = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
     else:
         total = tl.zeros([BLOCK_R, BLOCK_M], tl.float32)
-        for start in range(0, HIDDEN, BLOCK_H):
-            column = start + h
-            inside = column < HIDDEN
-            states = tl.load(hidden_row[:, None] + column[None, :], mask=wanted[:, None] & inside[None, :], other=0.0)
-            element = is_middle[:, None] & inside[None, :]
-            weights = tl.load(w1_row[:, None] + column[None, :], mask=element, other=0.0)
+    for start in range(0, HIDDEN, BLOCK_H):
+        column = start + h
+        inside = column < HIDDEN
+        states = tl.load(hidden_row[:, None] + column[None, :], mask=wanted[:, None] & inside[None, :], other=0.0)
+        element = is_middle[:, None] & inside[None, :]
+        weights = tl.load(w1_row[:, None] + column[None, :], mask=element, other=0.0)
+        if BLOCK_R == 1:
+            total += weights.to(tl.float32) * states.to(tl.float32)
+        else:
             total += tl.dot(states.to(OPERAND), tl.trans(weights.to(OPERAND)), input_precision=PRECISION)
+    if BLOCK_R == 1:
+        total = tl.sum(total, axis=1)[None, :]
 
     total += tl.load(b1_ptr + j, mask=is_middle, other=0.0)[None, :]
     active = 0.5 * total * (1.0 + tl.erf(total * 0.7071067811865476))

@@ -29,19 +29,11 @@ class TreeKind(NamedTuple):
     defaults: Mapping[str, int | float]
 
 
-_KINDS = {
+KINDS = {
     kind.name: kind
     for kind in (
-        TreeKind(
-            name="chain",
-            needs="tokens",
-            defaults=MappingProxyType({}),
-        ),
-        TreeKind(
-            name="dynamic",
-            needs="levels",
-            defaults=MappingProxyType({"depth": 8, "top_k": 10, "num_nodes": 60}),
-        ),
+        TreeKind(name="chain", needs="tokens", defaults=MappingProxyType({})),
+        TreeKind(name="dynamic", needs="levels", defaults=MappingProxyType({"depth": 8, "top_k": 10, "num_nodes": 60})),
         TreeKind(
             name="best_first",
             needs="marginals",
@@ -66,15 +58,10 @@ _KINDS = {
 }
 
 
-def tree_kinds() -> tuple[str, ...]:
-    """Names of all kinds of tree."""
-    return tuple(_KINDS)
-
-
 def tree_kind(name: str, key: str) -> TreeKind:
     """The kind called ``name``.
 
     Raises:
         ValueError: there is none; the sentence names ``key`` and the nearest kind.
     """
-    return look_up(name, _KINDS, key, "tree")
+    return look_up(name, KINDS, key, "tree")
