@@ -136,10 +136,7 @@ def _gain_parts_kernel(
     hidden_row = hidden_ptr + tl.where(wanted, row, 0) * hidden_stride
     w1_row = w1_ptr + j.to(tl.int64) * HIDDEN
     h = tl.arange(0, BLOCK_H)
-    if BLOCK_R == 1:
-        total = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-    else:
-        total = tl.zeros([BLOCK_R, BLOCK_M], tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_H], tl.float32) if BLOCK_R == 1 else tl.zeros([BLOCK_R, BLOCK_M], tl.float32)
     for start in range(0, HIDDEN, BLOCK_H):
         column = start + h
         inside = column < HIDDEN
