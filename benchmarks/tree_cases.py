@@ -102,9 +102,11 @@ def on_cpu(arguments: dict[str, Any]) -> dict[str, Any]:
 def commit_cases(batch_size: int, shape: Shape, options: argparse.Namespace) -> Iterator[Case]:
     """The accepted path's K and V of all layers, its states and its ids moved to the front."""
     from vllm_crossspec.kv_compaction import kernels, naive
+    from vllm_crossspec.types import AcceptedPaths
 
     step, width = make_step(batch_size, 128, options), options.nodes + 1
-    moved = {k: getattr(step, k) for k in ("query_start_loc", "cu_num_logits", "num_sampled", "path")}
+    paths = AcceptedPaths(step.query_start_loc, step.cu_num_logits, step.num_sampled, step.path)
+    paths_on_cpu = AcceptedPaths(*(x.cpu() for x in paths))
     num_blocks = batch_size * (width // BLOCK_SIZE + 2)
     content = 2 * shape.head_dim
     pool = torch.randn(
@@ -115,14 +117,14 @@ def commit_cases(batch_size: int, shape: Shape, options: argparse.Namespace) -> 
     layers = kernels.make_kv_layers(caches)
 
     def compact() -> None:
-        kernels.compact_kv(layers, **moved, slot_mappings=slots)
+        kernels.compact_kv(layers, paths, slots)
 
     def check_compact() -> bool:
         pool.normal_()
         sample = {i: pool[i].cpu().clone() for i in (0, shape.num_layers - 1)}
         compact()
         naive_caches = [(layer.transpose(1, 2), 0) for layer in sample.values()]
-        naive.compact_kv(naive_caches, **on_cpu(moved), slot_mappings=slots.cpu())
+        naive.compact_kv(naive_caches, paths_on_cpu, slots.cpu())
         return same([pool[i] for i in sample], list(sample.values()))
 
     num_bytes = 2 * batch_size * options.path * shape.num_layers * shape.num_kv_heads * content * 2
@@ -132,14 +134,13 @@ def commit_cases(batch_size: int, shape: Shape, options: argparse.Namespace) -> 
 
     def check_rows() -> bool:
         expected = [t.cpu().clone() for t in states]
-        kernels.compact_rows(states, **moved)
-        naive.compact_rows(expected, **on_cpu(moved))
+        kernels.compact_rows(states, paths)
+        naive.compact_rows(expected, paths_on_cpu)
         return same(states, expected)
 
-    yield Case("compact_rows", lambda: kernels.compact_rows(states, **moved), check_rows, {"tensors": len(states)})
+    yield Case("compact_rows", lambda: kernels.compact_rows(states, paths), check_rows, {"tensors": len(states)})
 
     rows = {
-        **moved,
         "positions": step.positions,
         "input_ids": torch.arange(batch_size * width, dtype=torch.int32, device=DEVICE),
         "seq_lens": step.seq_lens,
@@ -147,11 +148,11 @@ def commit_cases(batch_size: int, shape: Shape, options: argparse.Namespace) -> 
 
     def check_restore() -> bool:
         expected = on_cpu(rows)
-        kernels.restore_rows(**rows)
-        naive.restore_rows(**expected)
+        kernels.restore_rows(paths, **rows)
+        naive.restore_rows(paths_on_cpu, **expected)
         return same([rows["positions"], rows["input_ids"]], [expected["positions"], expected["input_ids"]])
 
-    yield Case("restore_rows", lambda: kernels.restore_rows(**rows), check_restore, {})
+    yield Case("restore_rows", lambda: kernels.restore_rows(paths, **rows), check_restore, {})
 
 
 def verify_cases(batch_size: int, shape: Shape, options: argparse.Namespace) -> Iterator[Case]:

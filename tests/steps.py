@@ -1,9 +1,12 @@
 """Steps of a batch as the kernels of verification see them: random trees, and every kind of request beside them."""
 
 import random
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
+
+from vllm_crossspec.types import StepInputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -7777
@@ -105,3 +108,17 @@ def prepare(implementation, step, max_depth, num_soft=0, **options):
     inputs["cu_rows"] = inputs.pop("cu_num_logits")
     implementation.prepare_rows(**{**inputs, **outputs}, max_depth=max_depth, num_soft=num_soft, **options)
     return outputs
+
+
+def step_inputs(*, input_ids, positions, query_start_loc, idx_mapping, next_prefill_tokens=None, **verdict):
+    """A :class:`StepInputs` of what drafters' first rows are made of; ``verdict`` are fields of its own."""
+    batch = SimpleNamespace(
+        input_ids=input_ids,
+        positions=positions,
+        query_start_loc=query_start_loc,
+        idx_mapping=idx_mapping,
+        num_reqs=len(idx_mapping),
+        num_scheduled_tokens=query_start_loc.diff(),
+    )
+    unread = dict.fromkeys(("attn_metadata", "slot_mappings", "last_hidden_states", "tapped_hidden_states"))
+    return StepInputs(batch, **unread, next_prefill_tokens=next_prefill_tokens, **verdict, options={})

@@ -7,6 +7,7 @@ import torch
 from hopper import compile_in_subprocess
 
 from vllm_crossspec.kv_compaction import kernels, naive
+from vllm_crossspec.types import AcceptedPaths
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 POISON = -7777
@@ -33,13 +34,8 @@ def make_step(seed, max_depth, num_nodes, num_reqs=6):
         # What lies behind a path is whatever an earlier step left there.
         paths.append(path + [POISON] * (max_depth + 1 - len(path)))
         seq_lens.append(rng.randint(1, 300) + num_drafts)
-    return {
-        # As vLLM pads it: more entries than requests.
-        "query_start_loc": int32([*query, query[-1]]),
-        "cu_num_logits": int32(logits),
-        "num_sampled": int32(lengths),
-        "path": int32(paths),
-    }, int32(seq_lens)
+    # As vLLM pads it: more starts than requests.
+    return AcceptedPaths(int32([*query, query[-1]]), int32(logits), int32(lengths), int32(paths)), int32(seq_lens)
 
 
 SHAPES = [(1, 1), (3, 7), (8, 60), (16, 60), (17, 130), (33, 255), (255, 255)]
@@ -48,7 +44,7 @@ IDS = [f"depth{depth}-nodes{nodes}" for depth, nodes in SHAPES]
 
 def make_caches(step, layout, dtype, block_size, heads, head_size, generator):
     """Four layers in two groups, two of which share one cache; slots scattered over blocks, some rows without."""
-    rows = int(step["query_start_loc"][-1])
+    rows = int(step.query_start_loc[-1])
     blocks = -(-rows // block_size) + 3
     caches = []
     for group in (0, 1, 1):
@@ -82,22 +78,17 @@ def test_kv_equals_naive(max_depth, num_nodes, layout, dtype, block_size, heads,
     copies = [(expected[cache.data_ptr()], group) for cache, group in caches]
     layers = kernels.make_kv_layers(caches)
     assert layers.pointers.shape == (3,) and layers.content * 4 == 2 * head_size * caches[0][0].element_size()
-    naive.compact_kv(copies, slot_mappings=slots, **step)
-    kernels.compact_kv(layers, slot_mappings=slots, **step)
+    naive.compact_kv(copies, step, slots)
+    kernels.compact_kv(layers, step, slots)
     for (cache, _), (copy, _) in zip(caches, copies, strict=True):
         assert torch.equal(cache, copy)
 
 
 def test_kv_moves_only_what_is_not_in_place():
-    step = {
-        "query_start_loc": int32([0, 5]),
-        "cu_num_logits": int32([0, 5]),
-        "num_sampled": int32([3]),
-        "path": int32([[0, 1, 4]]),
-    }
+    step = AcceptedPaths(int32([0, 5]), int32([0, 5]), int32([3]), int32([[0, 1, 4]]))
     cache = torch.arange(5.0, device=DEVICE).view(5, 1, 1, 1).expand(5, 1, 1, 2).contiguous()
     slots = torch.arange(5, device=DEVICE)[None]
-    kernels.compact_kv(kernels.make_kv_layers([(cache, 0)]), slot_mappings=slots, **step)
+    kernels.compact_kv(kernels.make_kv_layers([(cache, 0)]), step, slots)
     assert cache[:, 0, 0, 0].tolist() == [0, 1, 4, 3, 4]
 
 
@@ -123,14 +114,14 @@ def test_alignment_of_copies(layout_words, alignment):
 @pytest.mark.parametrize(("count", "width", "dtype"), [(1, 300, torch.float32), (4, 64, torch.bfloat16), (8, 1, None)])
 def test_rows_equal_naive(max_depth, num_nodes, count, width, dtype):
     step, _ = make_step(max_depth, max_depth, num_nodes)
-    rows = int(step["query_start_loc"][-1]) + 3
+    rows = int(step.query_start_loc[-1]) + 3
     generator = torch.Generator().manual_seed(num_nodes)
     wide = torch.randn(rows, width * count, generator=generator).to(DEVICE, dtype or torch.float16)
     # Slices of one buffer: rows are contiguous, the tensors are not.
     found = list(wide.split(width, dim=1))
     expected = [tensor.clone() for tensor in found]
-    naive.compact_rows(expected, **step)
-    kernels.compact_rows(found, **step)
+    naive.compact_rows(expected, step)
+    kernels.compact_rows(found, step)
     for tensor, copy in zip(found, expected, strict=True):
         assert torch.equal(tensor, copy)
 
@@ -138,12 +129,12 @@ def test_rows_equal_naive(max_depth, num_nodes, count, width, dtype):
 @pytest.mark.parametrize(("max_depth", "num_nodes"), SHAPES, ids=IDS)
 def test_restoring_equals_naive(max_depth, num_nodes):
     step, seq_lens = make_step(max_depth, max_depth, num_nodes)
-    rows = int(step["query_start_loc"][-1]) + 3
+    rows = int(step.query_start_loc[-1]) + 3
     results = []
     for implementation in (naive, kernels):
         positions = torch.full((rows,), POISON, dtype=torch.int64, device=DEVICE)
         input_ids = torch.arange(rows, dtype=torch.int32, device=DEVICE)
-        implementation.restore_rows(**step, positions=positions, input_ids=input_ids, seq_lens=seq_lens)
+        implementation.restore_rows(step, positions=positions, input_ids=input_ids, seq_lens=seq_lens)
         results.append((positions, input_ids))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
 
@@ -152,10 +143,7 @@ def test_restoring_by_hand():
     positions = torch.tensor([10, 11, 20, 21, 21, 22, 99], device=DEVICE)
     input_ids = int32([1, 2, 3, 4, 5, 6, 7])
     kernels.restore_rows(
-        query_start_loc=int32([0, 2, 6]),
-        cu_num_logits=int32([0, 1, 5]),
-        num_sampled=int32([1, 3]),
-        path=int32([[0, 0, 0], [0, 2, 3]]),
+        AcceptedPaths(int32([0, 2, 6]), int32([0, 1, 5]), int32([1, 3]), int32([[0, 0, 0], [0, 2, 3]])),
         positions=positions,
         input_ids=input_ids,
         seq_lens=int32([12, 24]),
@@ -174,11 +162,11 @@ step, seq_lens = cases.make_step(0, 8, 60)
 generator = torch.Generator()
 for dtype, head_size in [(torch.bfloat16, 128), (torch.float32, 80), (torch.uint8, 128), (torch.bfloat16, 5)]:
     caches, slots = cases.make_caches(step, "heads outside", dtype, 16, 2, head_size, generator)
-    cases.kernels.compact_kv(cases.kernels.make_kv_layers(caches), slot_mappings=slots, **step)
+    cases.kernels.compact_kv(cases.kernels.make_kv_layers(caches), step, slots)
     states = [torch.zeros(400, 16 * head_size, dtype=dtype) for _ in range(4)]
-    cases.kernels.compact_rows(states, **step)
+    cases.kernels.compact_rows(states, step)
 rows = torch.zeros(400, dtype=torch.int64)
-cases.kernels.restore_rows(**step, positions=rows, input_ids=rows.to(torch.int32), seq_lens=seq_lens)
+cases.kernels.restore_rows(step, positions=rows, input_ids=rows.to(torch.int32), seq_lens=seq_lens)
 assert set(compiled) == {"_compact_kv_kernel", "_compact_rows_kernel", "_restore_rows_kernel"}, set(compiled)
 assert any("ld.global.v4" in code["ptx"] for code in compiled["_compact_kv_kernel"].values())
 """

@@ -8,6 +8,7 @@ from hopper import compile_in_subprocess
 from steps import DEVICE, POISON, int32, make_step, poisoned
 
 from vllm_crossspec.contemplate import kernels, layout, naive, torch_ops
+from vllm_crossspec.types import AcceptedPaths
 
 WRITERS = [kernels, torch_ops]
 NODES = [1, 3, 12, 60]
@@ -89,10 +90,7 @@ def make_contemplation(seed, num_nodes, hidden, num_experts, num_taps, dtype, in
         "taps": [tap.to(DEVICE) for tap in taps],
         "final_states": final.to(DEVICE),
         "idx_mapping": step.idx_mapping,
-        "query_start_loc": step.query_start_loc,
-        "cu_rows": step.cu_num_logits,
-        "path": path.to(DEVICE),
-        "num_sampled": int32(lengths),
+        "paths": AcceptedPaths(step.query_start_loc, step.cu_num_logits, int32(lengths), path.to(DEVICE)),
         "router": (2 * torch.randn(num_experts, width, generator=generator) * width**-0.5).to(DEVICE, dtype),
         "experts": torch.randn(num_experts, hidden, generator=generator).to(DEVICE, dtype),
     }, step.parents.shape[0]
@@ -151,7 +149,7 @@ def test_mixture_is_that_of_training(implementation):
     states = torch.cat(arguments["taps"], dim=1).cpu()
     checked = 0
     for request, slot in enumerate(arguments["idx_mapping"].tolist()):
-        begin, end = arguments["query_start_loc"][request : request + 2].tolist()
+        begin, end = arguments["paths"].query_start_loc[request : request + 2].tolist()
         row = states[begin:end].isfinite().all(1).nonzero().flatten()
         if slot < 0:
             continue
@@ -226,7 +224,8 @@ import test_contemplate_kernels as cases
 for nodes, hidden, experts, top, taps, dtype in cases.CONTEMPLATIONS:
     arguments, num_slots = cases.make_contemplation(0, nodes, hidden, experts, taps, dtype)
     cases.contemplate(cases.kernels, arguments, num_slots, top)
-    rows = {name: arguments[name] for name in ("query_start_loc", "cu_rows", "idx_mapping")}
+    rows = {name: getattr(arguments["paths"], name) for name in ("query_start_loc", "cu_rows")}
+    rows["idx_mapping"] = arguments["idx_mapping"]
     embeds = torch.zeros(arguments["final_states"].shape, dtype=dtype)
     cases.kernels.write_contemplate_rows(embeds=embeds, contemplate_embeds=embeds, **rows, max_rows=2 * nodes + 2)
     places = {name: torch.zeros(9, dtype=torch.int64) for name in ("logits_indices", "expanded_idx_mapping")}

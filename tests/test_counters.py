@@ -94,10 +94,10 @@ def test_backlogs_are_a_histogram_as_prometheus_knows_it():
     import numpy as np
     from prometheus_client import REGISTRY
 
-    from vllm_crossspec.metrics.export import RoutingPublisher, _make_counters
+    from vllm_crossspec.metrics.export import Publisher, _make_counters
     from vllm_crossspec.metrics.routing import BACKLOG_EDGES, RoutingCounters
 
-    counters, publisher = RoutingCounters(("left", "right"), num_slots=4), RoutingPublisher(_make_counters())
+    counters, publisher = RoutingCounters(("left", "right"), num_slots=4), Publisher(_make_counters())
     missed = [0, 3, 3, 200, 5000]
 
     def sample(suffix, **labels):
@@ -108,8 +108,8 @@ def test_backlogs_are_a_histogram_as_prometheus_knows_it():
         for tokens in missed:
             counters.count_decisions(np.array([1]), np.array([0]))
             counters.count_missed(1, np.array([1]), np.array([tokens]))
-        publisher.publish(counters.snapshot()["drafters"], {})
-        publisher.publish(counters.snapshot()["drafters"], {})
+        publisher.add_routing(counters.snapshot()["drafters"], {})
+        publisher.add_routing(counters.snapshot()["drafters"], {})
         for edge in (*BACKLOG_EDGES, float("inf")):
             label = "+Inf" if edge == float("inf") else f"{edge:.1f}"
             assert sample("_bucket", le=label) == repetition * sum(tokens <= edge for tokens in missed), edge

@@ -147,8 +147,8 @@ def test_masks_left_in_the_cache_would_be_seen(llm):
 def test_shifted_positions_would_be_seen(llm):
     from vllm_crossspec.drafters.dart import inputs
 
-    def shifted(**arguments):
-        inputs.prepare_rows(**arguments)
+    def shifted(step, **arguments):
+        inputs.prepare_rows(step, **arguments)
         arguments["out"].positions[1:] += 1
 
     with mock.patch("vllm_crossspec.engine.proposers.dart.prepare_rows", shifted):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from steps import step_inputs
 
 from vllm_crossspec.drafters.dart import inputs, naive
 from vllm_crossspec.ngram.contexts import last_tokens
@@ -50,22 +51,19 @@ def batch(generator, num_reqs, num_slots, longest, max_model_len):
     num_blocks = -(-max_model_len // BLOCK_SIZE)
     table = draw(1, 90, num_slots, num_blocks).to(torch.int32)
     table[draw(0, 2, num_slots, num_blocks) * draw(0, 2, num_slots, num_blocks) == 1] = 0
-    return {
-        "input_ids": draw(0, 500, len(positions)).to(torch.int32),
-        "positions": positions,
-        "query_start_loc": starts,
-        "idx_mapping": torch.randperm(num_slots, generator=generator)[:num_reqs].to(torch.int32),
-        "longest": int(lengths.max()),
-        "num_sampled": draw(0, 2, num_reqs).to(torch.int32),
-        "num_rejected": rejected,
-        "last_sampled": draw(0, 500, num_slots),
-        "next_prefill_tokens": draw(0, 500, 1, num_slots).to(torch.int32),
-        "temperature": torch.rand(num_slots, generator=generator),
-        "seeds": draw(0, 1 << 40, num_slots),
-        "block_table": table,
-        "block_size": BLOCK_SIZE,
-        "max_model_len": max_model_len,
-    }
+    step = step_inputs(
+        input_ids=draw(0, 500, len(positions)).to(torch.int32),
+        positions=positions,
+        query_start_loc=starts,
+        idx_mapping=torch.randperm(num_slots, generator=generator)[:num_reqs].to(torch.int32),
+        num_sampled=draw(0, 2, num_reqs).to(torch.int32),
+        num_rejected=rejected,
+        last_sampled=draw(0, 500, num_slots),
+        next_prefill_tokens=draw(0, 500, 1, num_slots).to(torch.int32),
+        temperature=torch.rand(num_slots, generator=generator),
+        seeds=draw(0, 1 << 40, num_slots),
+    )
+    return step, {"block_table": table, "block_size": BLOCK_SIZE, "max_model_len": max_model_len}
 
 
 @pytest.mark.parametrize("takes_last", [False, True])
@@ -75,12 +73,12 @@ def batch(generator, num_reqs, num_slots, longest, max_model_len):
 )
 def test_rows_are_the_twins(num_reqs, num_slots, longest, num_queries, short, takes_last):
     generator = torch.Generator().manual_seed(num_reqs * 100 + longest)
-    step = batch(generator, num_reqs, num_slots, longest, max_model_len=longest + 21)
+    step, cache = batch(generator, num_reqs, num_slots, longest, max_model_len=longest + 21)
     capacity = num_slots * num_queries - short
-    found, wanted = (poisoned(num_slots, len(step["positions"]), num_queries, capacity) for _ in range(2))
-    common = step | {"num_queries": num_queries, "takes_last": takes_last, "kept": 0}
-    inputs.prepare_rows(**common, out=found)
-    naive.prepare_rows(**common, out=wanted)
+    found, wanted = (poisoned(num_slots, len(step.batch.positions), num_queries, capacity) for _ in range(2))
+    common = cache | {"num_queries": num_queries, "takes_last": takes_last, "kept": 0}
+    inputs.prepare_rows(step, **common, out=found)
+    naive.prepare_rows(step, **common, out=wanted)
     for name, mine, theirs in zip(inputs.DartRows._fields, found, wanted, strict=True):
         assert torch.equal(mine, theirs), name
 
@@ -89,16 +87,17 @@ def test_rows_are_the_twins(num_reqs, num_slots, longest, num_queries, short, ta
 def test_rows_that_are_kept_are_the_twins(width, kept):
     """A verification of trees: rows enough, of which only the first can have been accepted."""
     generator = torch.Generator().manual_seed(width)
-    step = batch(generator, 4, 6, width, max_model_len=width + 40)
-    step["query_start_loc"] = torch.arange(5, dtype=torch.int32) * width
-    step["positions"] = (torch.arange(4)[:, None] * 3 + torch.arange(width)).flatten()
-    step["input_ids"] = torch.randint(0, 500, (4 * width,), generator=generator).to(torch.int32)
+    step, cache = batch(generator, 4, 6, width, max_model_len=width + 40)
+    step.batch.query_start_loc = torch.arange(5, dtype=torch.int32) * width
+    step.batch.num_scheduled_tokens = torch.full((4,), width)
+    step.batch.positions = (torch.arange(4)[:, None] * 3 + torch.arange(width)).flatten()
+    step.batch.input_ids = torch.randint(0, 500, (4 * width,), generator=generator).to(torch.int32)
     accepted = torch.randint(1, kept + 1, (4,), generator=generator)
-    step |= {"longest": width, "num_rejected": (width - accepted).to(torch.int32)}
+    step = step._replace(num_rejected=(width - accepted).to(torch.int32))
     found, wanted = (poisoned(6, 4 * width, 8, 48) for _ in range(2))
-    common = step | {"num_queries": 8, "takes_last": False, "kept": kept}
-    inputs.prepare_rows(**common, out=found)
-    naive.prepare_rows(**common, out=wanted)
+    common = cache | {"num_queries": 8, "takes_last": False, "kept": kept}
+    inputs.prepare_rows(step, **common, out=found)
+    naive.prepare_rows(step, **common, out=wanted)
     for name, mine, theirs in zip(inputs.DartRows._fields, found, wanted, strict=True):
         assert torch.equal(mine, theirs), name
     assert found.entry_rows[:4].tolist() == [kept * i + int(n) - 1 for i, n in enumerate(accepted)]
@@ -108,18 +107,20 @@ def test_rows_that_are_kept_are_the_twins(width, kept):
 def test_every_row_has_its_place():
     """By hand: two requests, of which the second is inside its prompt, blocks of 4."""
     out = poisoned(3, 6, 3, 9)
-    inputs.prepare_rows(
+    step = step_inputs(
         input_ids=torch.tensor([10, 11, 12, 13, 20, 21], dtype=torch.int32),
         positions=torch.tensor([5, 6, 7, 8, 0, 1]),
         query_start_loc=torch.tensor([0, 4, 6], dtype=torch.int32),
         idx_mapping=torch.tensor([2, 0], dtype=torch.int32),
-        longest=4,
         num_sampled=torch.tensor([2, 0], dtype=torch.int32),
         num_rejected=torch.tensor([2, 0], dtype=torch.int32),
         last_sampled=torch.tensor([0, 0, 99]),
         next_prefill_tokens=torch.tensor([22, 0, 0], dtype=torch.int32),
         temperature=torch.zeros(3),
         seeds=torch.zeros(3, dtype=torch.int64),
+    )
+    inputs.prepare_rows(
+        step,
         block_table=torch.tensor([[5, 6, 7], [8, 9, 0]], dtype=torch.int32),
         block_size=4,
         num_queries=3,

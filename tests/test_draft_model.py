@@ -13,6 +13,7 @@ import pytest
 import torch
 from reference import recorder
 from safetensors.torch import load_file, save_file
+from steps import step_inputs
 
 from vllm_crossspec.drafters.checkpoint import check_drafter
 from vllm_crossspec.drafters.draft_model import inputs, naive
@@ -53,18 +54,17 @@ def batch(seed, num_reqs, num_slots, longest, max_model_len):
     lengths = draw(1, longest + 1, num_reqs)
     firsts = draw(0, max_model_len - longest, num_reqs)
     firsts[-1] = max_model_len - lengths[-1]
-    return {
-        "input_ids": draw(0, 500, int(lengths.sum())).to(torch.int32),
-        "positions": torch.cat([first + torch.arange(n) for first, n in zip(firsts, lengths, strict=True)]),
-        "query_start_loc": torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32),
-        "idx_mapping": torch.randperm(num_slots, generator=generator)[:num_reqs],
-        "num_sampled": draw(0, 3, num_reqs).to(torch.int32),
-        "num_rejected": (torch.rand(num_reqs, generator=generator) * lengths).to(torch.int32),
-        "last_sampled": draw(0, 500, num_slots),
-        "temperature": torch.rand(num_slots, generator=generator),
-        "seeds": draw(0, 1 << 40, num_slots),
-        "max_model_len": max_model_len,
-    }
+    return step_inputs(
+        input_ids=draw(0, 500, int(lengths.sum())).to(torch.int32),
+        positions=torch.cat([first + torch.arange(n) for first, n in zip(firsts, lengths, strict=True)]),
+        query_start_loc=torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).to(torch.int32),
+        idx_mapping=torch.randperm(num_slots, generator=generator)[:num_reqs],
+        num_sampled=draw(0, 3, num_reqs).to(torch.int32),
+        num_rejected=(torch.rand(num_reqs, generator=generator) * lengths).to(torch.int32),
+        last_sampled=draw(0, 500, num_slots),
+        temperature=torch.rand(num_slots, generator=generator),
+        seeds=draw(0, 1 << 40, num_slots),
+    )
 
 
 @pytest.mark.parametrize("writes", [True, False])
@@ -73,10 +73,11 @@ def batch(seed, num_reqs, num_slots, longest, max_model_len):
     [(1, 1, 1, 2), (1, 4, 5, 100), (3, 3, 9, 6), (5, 7, 300, 64), (2, 5, 3, 7), (4, 4, 2, 5)],
 )
 def test_rows_are_the_twins(num_reqs, num_slots, longest, capacity, writes):
-    step = batch(longest, num_reqs, num_slots, longest, max_model_len=longest + 20) | {"writes": writes}
+    step = batch(longest, num_reqs, num_slots, longest, max_model_len=longest + 20)
+    bounds = {"max_model_len": longest + 20, "writes": writes}
     found, wanted = poisoned(num_slots, capacity), poisoned(num_slots, capacity)
-    inputs.prepare_pairs(**step, out=found)
-    naive.prepare_pairs(**step, out=wanted)
+    inputs.prepare_pairs(step, num_reqs, **bounds, out=found)
+    naive.prepare_pairs(step, num_reqs, **bounds, out=wanted)
     for name, mine, theirs in zip(inputs.PairRows._fields, found, wanted, strict=True):
         assert torch.equal(mine, theirs), name
 
@@ -84,7 +85,7 @@ def test_rows_are_the_twins(num_reqs, num_slots, longest, capacity, writes):
 def test_every_row_has_its_place():
     """By hand: two drafts of four accepted; inside a prompt; a prompt of one token that was just computed."""
     out = poisoned(4, 9)
-    inputs.prepare_pairs(
+    step = step_inputs(
         input_ids=torch.tensor([10, 11, 12, 13, 14, 20, 21, 30], dtype=torch.int32),
         positions=torch.tensor([5, 6, 7, 8, 9, 0, 1, 0]),
         query_start_loc=torch.tensor([0, 5, 7, 8], dtype=torch.int32),
@@ -94,10 +95,8 @@ def test_every_row_has_its_place():
         last_sampled=torch.tensor([0, 0, 99, 98]),
         temperature=torch.zeros(4),
         seeds=torch.zeros(4, dtype=torch.int64),
-        max_model_len=64,
-        writes=True,
-        out=out,
     )
+    inputs.prepare_pairs(step, 3, max_model_len=64, writes=True, out=out)
     assert out.input_ids.tolist() == [12, 99, 21, 21, 30, 98, 0, 0, -777]
     assert out.positions.tolist() == [7, 8, 0, 1, 0, 1, 0, 0, -777]
     assert out.seq_lens.tolist() == [9, 2, 2, 0]
@@ -381,8 +380,8 @@ def test_a_missing_entry_would_be_seen(llm, noisy):
 
 @pytest.mark.e2e
 def test_shifted_positions_would_be_seen(llm, noisy):
-    def shifted(**arguments):
-        inputs.prepare_pairs(**arguments)
+    def shifted(*step, **arguments):
+        inputs.prepare_pairs(*step, **arguments)
         arguments["out"].positions[1::2] += 1
 
     with mock.patch("vllm_crossspec.engine.proposers.draft_model.prepare_pairs", shifted):

@@ -13,7 +13,7 @@ from vllm_crossspec.adaptive.heterospec import AdaptivePolicy, default_alpha, ma
 from vllm_crossspec.adaptive.kernels import assess
 from vllm_crossspec.adaptive.sizer import TreeSizer
 from vllm_crossspec.metrics.adaptive import TreeSizeCounters
-from vllm_crossspec.metrics.export import SizesPublisher
+from vllm_crossspec.metrics.export import Publisher
 from vllm_crossspec.tree import torch_ops
 from vllm_crossspec.tree.dynamic import DynamicTree
 from vllm_crossspec.types import Sizing, TokenTree
@@ -282,9 +282,9 @@ def test_counters_and_their_export():
         counters.count(Sizing(nothing, nothing, chosen, widths, extensions))
 
     metrics = defaultdict(Recorded)
-    publisher = SizesPublisher(metrics)
+    publisher = Publisher(metrics)
     count(0, 3, 1)
-    publisher.publish({"eagle3": counters.snapshot()})
+    publisher.add_sizes({"eagle3": counters.snapshot()})
     count(3, 3)
     expected = {
         "rounds": 2,
@@ -294,7 +294,7 @@ def test_counters_and_their_export():
         "nodes": [8, 13, 0, 60],
     }
     assert counters.snapshot() == expected
-    publisher.publish({"eagle3": counters.snapshot()})
+    publisher.add_sizes({"eagle3": counters.snapshot()})
     for name in ("trees", "extra_levels", "nodes"):
         values = metrics[f"crossspec:heterospec_{name}"].values
         assert [values["eagle3", number] for number in range(4)] == expected[name]

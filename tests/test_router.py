@@ -27,7 +27,7 @@ from steps import DEVICE, int32
 from vllm_crossspec.router import kernels, naive
 from vllm_crossspec.router.checkpoint import EntropyGain, check_router, read_router, save_router
 from vllm_crossspec.router.costs import ALWAYS, RoundCosts, auto_thresholds
-from vllm_crossspec.router.policies import policy_kind, policy_names
+from vllm_crossspec.router.policies import KINDS, policy_kind
 
 
 class Launches:
@@ -48,7 +48,7 @@ class Counted:
         return self.kernel[grid]
 
 
-@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("policy", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_round_from_logits_and_states_to_routes(policy, dtype, monkeypatch):
     router = make_router(policy, dtype=dtype, costs=COSTS, thresholds=(7.5,) if policy == "entropy" else None)
@@ -92,14 +92,14 @@ def test_a_round_from_logits_and_states_to_routes(policy, dtype, monkeypatch):
 
 
 def test_policies_say_what_they_read():
-    needs = {name: (make_router(name).needs_logits, make_router(name).needs_hidden) for name in policy_names()}
+    needs = {name: (make_router(name).needs_logits, make_router(name).needs_hidden) for name in KINDS}
     assert needs == {
         "fixed": (False, False),
         "entropy": (True, False),
         "neural": (False, True),
         "goodput": (False, True),
     }
-    assert all(policy_kind(name, "policy").description for name in policy_names())
+    assert all(policy_kind(name, "policy").description for name in KINDS)
     with pytest.raises(
         ValueError, match=r"^router\.policy: no routing policy is called 'entropie'; did you mean 'entrop"
     ):
@@ -121,7 +121,7 @@ def test_slots_are_forgotten():
     assert (router.previous == int32([-1, -1, 0] + [-1] * 9)).all()
 
 
-@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("policy", KINDS)
 def test_warming_up_changes_nothing(policy):
     router = make_router(policy)
     router.previous[:4] = 1

@@ -290,10 +290,10 @@ import hopper
 compiled = hopper.compile_only()
 import torch
 import routers as cases
-from vllm_crossspec.router.policies import policy_names
+from vllm_crossspec.router.policies import KINDS
 
 for dtype in (torch.float32, torch.bfloat16):
-    for policy in policy_names():
+    for policy in KINDS:
         router = cases.Router(
             cases.RouterSettings(policy, cases.NAMES[-3:], checkpoint=cases.make_checkpoint(3, 4096)),
             hidden_size=4096, vocab_size=151936, max_num_reqs=256, dtype=dtype, device=torch.device("cpu"),

@@ -1,22 +1,45 @@
 """The tree builders: kernels against their plain twins and against exhaustive search, and what every tree must be."""
 
 import functools
+from itertools import product
 
 import pytest
 import torch
 from launches import record_launches
 
 from vllm_crossspec.tree import naive
-from vllm_crossspec.tree.base import tree_kind, tree_kinds
+from vllm_crossspec.tree.base import KINDS, tree_kind
 from vllm_crossspec.tree.best_first import best_first
 from vllm_crossspec.tree.chain import chain
-from vllm_crossspec.tree.continuity import ContinuityTree
 from vllm_crossspec.tree.dynamic import DynamicTree
 from vllm_crossspec.tree.to_chain import to_chain
 from vllm_crossspec.types import TokenTree
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NEVER = float("-inf")
+
+
+def exhaustive(log_probs, num_nodes):
+    """Every prefix of one request's candidates, the ``num_nodes`` likeliest by falling log-probability.
+
+    Args:
+        log_probs: float [K, M], in any order; all M + M^2 + ... + M^K prefixes are looked at.
+        num_nodes: how many to keep; fewer come back where fewer are possible.
+
+    Returns:
+        (log-probability, ranks of the prefix) of each; of equal ones the shorter, then the smaller ranks first.
+    """
+    num_positions, num_candidates = log_probs.shape
+    scores = naive._as_log_prob(log_probs)
+    prefixes = []
+    for depth in range(1, num_positions + 1):
+        for ranks in product(range(num_candidates), repeat=depth):
+            total = torch.tensor(0.0)
+            for position, rank in enumerate(ranks):
+                total = total + scores[position, rank]
+            prefixes.append((float(total), ranks))
+    possible = [prefix for prefix in prefixes if prefix[0] > NEVER]
+    return sorted(possible, key=lambda prefix: (-prefix[0], len(prefix[1]), prefix[1]))[:num_nodes]
 
 
 def poisoned(rows, width):
@@ -111,7 +134,7 @@ def test_best_first_is_exhaustive_search(seed, num_nodes):
     tokens = torch.arange(12, device=DEVICE).view(1, 3, 4) % 4
     out = poisoned(1, 255)
     best_first(log_probs=log_probs, tokens=tokens, num_nodes=num_nodes, out=out)
-    expected = naive.exhaustive(log_probs[0].cpu(), num_nodes)
+    expected = exhaustive(log_probs[0].cpu(), num_nodes)
     scores = [score for score, _ in expected]
     assert len(set(scores)) == len(scores), "the seed gives ties: the order would not be determined"
     assert paths(out, 0) == [ranks for _, ranks in expected]
@@ -129,9 +152,9 @@ def test_best_first_with_ties(num_nodes):
     naive.best_first(log_probs=log_probs, tokens=tokens, num_nodes=num_nodes, out=twin)
     same(out, twin)
     check_trees(out, 1)
-    expected = naive.exhaustive(log_probs[0].cpu(), num_nodes)
+    expected = exhaustive(log_probs[0].cpu(), num_nodes)
     assert out.log_probs[0, : len(expected)].tolist() == [score for score, _ in expected]
-    score = {ranks: score for score, ranks in naive.exhaustive(log_probs[0].cpu(), 39)}
+    score = {ranks: score for score, ranks in exhaustive(log_probs[0].cpu(), 39)}
     assert [score[path] for path in paths(out, 0)] == [score for score, _ in expected]
 
 
@@ -330,17 +353,10 @@ def test_every_prefix_of_a_chain_made_of_an_empty_tree_is_empty():
     assert trees.sizes.tolist() == [0] and trees.tokens.tolist() == [[0] * 5]
 
 
-def test_registry_loads_every_builder():
-    builders = {name: tree_kind(name, "tree.type").load_builder() for name in tree_kinds()}
-    assert builders == {
-        "chain": chain,
-        "dynamic": DynamicTree,
-        "best_first": best_first,
-        "continuity": ContinuityTree,
-    }
+def test_registry_knows_every_kind():
     assert dict(tree_kind("dynamic", "").defaults) == {"depth": 8, "top_k": 10, "num_nodes": 60}
     assert dict(tree_kind("best_first", "").defaults) == {"num_nodes": 60, "ngram_weight": 0.5}
-    assert {name: tree_kind(name, "").needs for name in tree_kinds()} == {
+    assert {name: tree_kind(name, "").needs for name in KINDS} == {
         "chain": "tokens",
         "dynamic": "levels",
         "best_first": "marginals",

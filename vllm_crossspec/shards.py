@@ -13,6 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load, save_file
 
+from vllm_crossspec.files import replacing
+
 FORMAT_VERSION = 1
 
 Steps = Sequence[tuple[Sequence[str], bytes]]
@@ -44,9 +46,8 @@ def shard_path(folder: Path, number: int) -> Path:
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], facts: Any, texts: Sequence[Any]) -> None:
     """Write a shard whole or not at all; ``facts`` and ``texts`` become JSON."""
     metadata = {"format_version": str(FORMAT_VERSION), "facts": json.dumps(facts), "texts": json.dumps(texts)}
-    new = path.with_suffix(".new")
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, new, metadata)
-    new.replace(path)
+    with replacing(path) as partial:
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata)
 
 
 def read_shards(

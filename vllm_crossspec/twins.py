@@ -7,6 +7,7 @@ number of programs is what costs, not their size.
 
 import torch
 import triton
+import triton.language as tl
 
 
 def runs_kernels() -> bool:
@@ -17,3 +18,10 @@ def runs_kernels() -> bool:
 def kernels_multiply(device: torch.device) -> bool:
     """Whether kernels that are mostly matrix products run there: on a GPU. A processor's own library is faster."""
     return runs_kernels() and device.type == "cuda"
+
+
+def operand_type(dtype: torch.dtype) -> tl.dtype:
+    """What the tensor cores multiply: the inputs' own type. The interpreter would multiply bfloat16's bits."""
+    if not runs_kernels():
+        return tl.float32
+    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]

@@ -12,6 +12,8 @@ import torch
 
 TREE, CHAIN, NO_DRAFTS = 0, 1, 2
 """What a request lets its drafter draft."""
+DEFAULT_DRAFT_TOKENS = 5
+"""K where neither the user nor the drafter's checkpoint names one."""
 
 
 class StepInputs(NamedTuple):
@@ -68,6 +70,28 @@ class TokenTree(NamedTuple):
     parents: torch.Tensor
     log_probs: torch.Tensor
     sizes: torch.Tensor
+
+    @property
+    def arguments(self) -> tuple[torch.Tensor | int, ...]:
+        """What kernels take of the trees: the sizes, and before them each other tensor and the stride of its rows."""
+        strided = (x for tensor in self[:3] for x in (tensor, tensor.stride(0)))
+        return (*strided, self.sizes)
+
+
+class AcceptedPaths(NamedTuple):
+    """What a verified step accepted: of each request, rows of its own. Row 0 is the last sampled token.
+
+    Attributes:
+        query_start_loc: int32 [at least R + 1] first token row of each request.
+        cu_rows: int32 [R + 1]; a request's verification rows are its last ones.
+        num_sampled: int32 [at least R] length of each path, row 0 included; 0 inside a prompt.
+        path: int32 [at least R, depth + 1] rows of the accepted path.
+    """
+
+    query_start_loc: torch.Tensor
+    cu_rows: torch.Tensor
+    num_sampled: torch.Tensor
+    path: torch.Tensor
 
 
 class Sizing(NamedTuple):
@@ -136,9 +160,9 @@ class DrafterFacts(NamedTuple):
     vocab_size: int
     draft_vocab_size: int
     target_layers: tuple[int, ...]
-    max_draft_tokens: int | None
-    default_draft_tokens: int
-    mask_token_id: int | None
+    max_draft_tokens: int | None = None
+    default_draft_tokens: int = DEFAULT_DRAFT_TOKENS
+    mask_token_id: int | None = None
 
 
 class Futures(NamedTuple):

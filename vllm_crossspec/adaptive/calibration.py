@@ -5,7 +5,6 @@ drafter's entropies (HeteroSpec, section 4.1), and the ranks that the bins are c
 its nodes (section 4.2). Each is written into the file, and :func:`check_calibration` refuses any other.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 from vllm_crossspec.adaptive.heterospec import AdaptivePolicy, flat_policy, make_policy
 from vllm_crossspec.config import AdaptiveConfig, CrossSpecConfig, DrafterConfig
 from vllm_crossspec.drafters.identity import Identity, known_model
+from vllm_crossspec.files import read_versioned, write_json
 
 FORMAT_VERSION = 1
 MAX_THRESHOLDS = 7
@@ -109,9 +109,7 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
         "drafter": calibration.drafter._asdict(),
         "made": calibration.made,
     }
-    new = path.with_name(path.name + ".new")
-    new.write_text(json.dumps(content, indent=2) + "\n")
-    new.replace(path)
+    write_json(path, content)
 
 
 def read_calibration(path: str | Path, key: str) -> Calibration:
@@ -126,29 +124,9 @@ def read_calibration(path: str | Path, key: str) -> Calibration:
             no JSON, another version, a missing entry, or entries that do not hang together.
     """
     path = Path(path).expanduser()
-    try:
-        content = json.loads(path.read_text())
-    except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        raise ValueError(f"{key}: there is no file {str(path)!r}; {REMEDY}, or give the file of one") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
-        raise ValueError(f"{key}: {path} is not valid JSON ({problem}); {REMEDY} again") from None
-    version = content.get("format_version") if isinstance(content, dict) else None
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{key}: {path} has format_version {version}, this version reads {FORMAT_VERSION}; {REMEDY} again"
-        )
-    try:
-        calibration = _parse(content)
-    except KeyError as problem:
-        raise ValueError(f"{key}: {path} has no {problem}; {REMEDY} again") from None
-    except (TypeError, ValueError) as problem:
-        raise ValueError(
-            f"{key}: {path} holds something of another kind than expected ({problem}); {REMEDY} again"
-        ) from None
-    wrong = _disagreement(calibration)
-    if wrong:
-        raise ValueError(f"{key}: {wrong} in {path}; {REMEDY} again")
-    return calibration
+    if not path.is_file():
+        raise ValueError(f"{key}: there is no file {str(path)!r}; {REMEDY}, or give the file of one")
+    return read_versioned(path, FORMAT_VERSION, where=key, remedy=REMEDY, parse=_parse, disagreement=_disagreement)
 
 
 def _parse(content: dict[str, Any]) -> Calibration:

@@ -21,6 +21,7 @@ from vllm_crossspec.cli.processes import EngineError
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.runner import Prompt, by_category
 from vllm_crossspec.cli.stages import bars
+from vllm_crossspec.files import replacing
 from vllm_crossspec.shards import shard_path
 
 COLLECT_MODULE = "vllm_crossspec.engine.jobs.collect"
@@ -234,8 +235,8 @@ def run_on_ray(
             content = event.pop(TENSORS, None)
             if content is not None:
                 path = shard_path(Path(job["out"]), event["number"])
-                path.with_suffix(".new").write_bytes(content)
-                path.with_suffix(".new").replace(path)
+                with replacing(path) as partial:
+                    partial.write_bytes(content)
             listen(event)
 
     try:

@@ -1,8 +1,7 @@
 """What contemplate tokens cost beside the target's own pass: three launches around it, without a sync.
 
 Shape legend: R requests of the batch, S request slots, T token rows of the step, L logits rows, H hidden size, n
-experts, K of them mixed. A request of q verification rows has (q - 2) // 2 draft nodes; ``layout`` says how its rows
-lie.
+experts, K of them mixed. ``layout`` says how the rows of a request lie.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -12,6 +11,9 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_crossspec.contemplate.layout import verified_nodes
+from vllm_crossspec.types import AcceptedPaths
+
 SPLIT_ROWS = 128
 WRITTEN_ROWS = 16
 """Contemplate rows of a program that writes their embeddings."""
@@ -19,7 +21,13 @@ MAX_COLUMNS = 1024
 
 
 @triton.jit
-def _request_rows(
+def draft_nodes(num_rows):
+    """``layout.verified_nodes``, of a request's verification rows. The last one of an odd number stands for none."""
+    return tl.maximum(num_rows - 2, 0) // 2
+
+
+@triton.jit
+def request_rows(
     query_start_loc_ptr,  # int32 [R + 1]
     cu_rows_ptr,  # int32 [R + 1]
     request,
@@ -27,7 +35,7 @@ def _request_rows(
     """Token row of a request's root (int64), its verification rows and how many of them are draft nodes."""
     num_rows = tl.load(cu_rows_ptr + request + 1) - tl.load(cu_rows_ptr + request)
     first = (tl.load(query_start_loc_ptr + request + 1) - num_rows).to(tl.int64)
-    return first, num_rows, tl.maximum(num_rows - 2, 0) // 2
+    return first, num_rows, draft_nodes(num_rows)
 
 
 @triton.jit
@@ -43,8 +51,7 @@ def _split_rows_kernel(
 ):
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(idx_mapping_ptr + request)
-    num_rows = tl.load(cu_rows_ptr + request + 1) - tl.load(cu_rows_ptr + request)
-    first = (tl.load(query_start_loc_ptr + request + 1) - num_rows).to(tl.int64)
+    first, _, _ = request_rows(query_start_loc_ptr, cu_rows_ptr, request)
     begin = tl.load(cu_nodes_ptr + request)
     num_ordinary = tl.load(cu_nodes_ptr + request + 1) - begin
     for start in range(0, num_ordinary, BLOCK):
@@ -118,9 +125,9 @@ def _contemplate_kernel(
     idx_mapping_ptr,  # int [R]
     query_start_loc_ptr,  # int32 [R + 1]
     cu_rows_ptr,  # int32 [R + 1]
+    num_sampled_ptr,  # int32 [R]
     path_ptr,  # int32 [R, width]
     path_stride,
-    num_sampled_ptr,  # int32 [R]
     router_ptr,  # [n, taps * H]
     experts_ptr,  # [n, H]
     embeds_ptr,  # [S, H], written
@@ -138,7 +145,7 @@ def _contemplate_kernel(
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(idx_mapping_ptr + request).to(tl.int64)
     if slot >= 0:
-        first, num_rows, nodes = _request_rows(query_start_loc_ptr, cu_rows_ptr, request)
+        first, num_rows, nodes = request_rows(query_start_loc_ptr, cu_rows_ptr, request)
         length = tl.load(num_sampled_ptr + request)
         has_future = (num_rows > 1) & (length > 0)
         # Where nothing was verified the path is another step's.
@@ -184,10 +191,7 @@ def contemplate(
     taps: Sequence[torch.Tensor],
     final_states: torch.Tensor,
     idx_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    cu_rows: torch.Tensor,
-    path: torch.Tensor,
-    num_sampled: torch.Tensor,
+    paths: AcceptedPaths,
     router: torch.Tensor,
     experts: torch.Tensor,
     top: int,
@@ -206,10 +210,7 @@ def contemplate(
         taps: 1 to 3 times [at least T, H], the states that drafters tap; concatenated in this order.
         final_states: [at least T, H] behind the target's last norm.
         idx_mapping: int [R] slot of each request; nothing is written for negative ones.
-        query_start_loc: int32 [at least R + 1] first token row of each request.
-        cu_rows: int32 [R + 1]; a request's verification rows are its last ones.
-        path: int32 [at least R, width] accepted rows; read for requests of more than one row.
-        num_sampled: int32 [at least R] their number.
+        paths: of the step; read for requests of more than one row.
         router: [n, taps * H] contiguous.
         experts: [n, H] contiguous.
         top: K, at most n.
@@ -228,11 +229,8 @@ def contemplate(
         final_states,
         final_states.stride(0),
         idx_mapping,
-        query_start_loc,
-        cu_rows,
-        path,
-        path.stride(0),
-        num_sampled,
+        *paths,
+        paths.path.stride(0),
         router,
         experts,
         contemplate_embeds,
@@ -265,7 +263,7 @@ def _write_contemplate_rows_kernel(
 ):
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(idx_mapping_ptr + request).to(tl.int64)
-    first, num_rows, nodes = _request_rows(query_start_loc_ptr, cu_rows_ptr, request)
+    first, num_rows, nodes = request_rows(query_start_loc_ptr, cu_rows_ptr, request)
     begin = nodes + 1 + tl.program_id(1) * ROWS
     if (slot >= 0) & (begin < num_rows):
         row = begin + tl.arange(0, ROWS)
@@ -301,7 +299,7 @@ def write_contemplate_rows(
     if max_rows < 2:
         return
     block = min(MAX_COLUMNS // 4, triton.next_power_of_2(hidden))
-    blocks_of_rows = triton.cdiv(max_rows - 1 - (max_rows - 2) // 2, WRITTEN_ROWS)
+    blocks_of_rows = triton.cdiv(max_rows - 1 - verified_nodes(max_rows - 1, contemplates=True), WRITTEN_ROWS)
     _write_contemplate_rows_kernel[(idx_mapping.shape[0], blocks_of_rows, triton.cdiv(hidden, block))](
         embeds,
         embeds.stride(0),

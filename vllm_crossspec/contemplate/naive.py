@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from vllm_crossspec.contemplate.layout import verified_nodes
+from vllm_crossspec.types import AcceptedPaths
 
 
 def split_rows(
@@ -42,10 +43,7 @@ def contemplate(
     taps: Sequence[torch.Tensor],
     final_states: torch.Tensor,
     idx_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    cu_rows: torch.Tensor,
-    path: torch.Tensor,
-    num_sampled: torch.Tensor,
+    paths: AcceptedPaths,
     router: torch.Tensor,
     experts: torch.Tensor,
     top: int,
@@ -54,6 +52,7 @@ def contemplate(
     has_future: torch.Tensor,
 ) -> None:
     """See :func:`vllm_crossspec.contemplate.kernels.contemplate`."""
+    query_start_loc, cu_rows, num_sampled, path = paths
     for request, slot in enumerate(idx_mapping.tolist()):
         if slot < 0:
             continue

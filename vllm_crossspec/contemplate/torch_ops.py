@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 
+from vllm_crossspec.types import AcceptedPaths
+
 
 def _request_rows(
     query_start_loc: torch.Tensor, cu_rows: torch.Tensor
@@ -43,10 +45,7 @@ def contemplate(
     taps: Sequence[torch.Tensor],
     final_states: torch.Tensor,
     idx_mapping: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    cu_rows: torch.Tensor,
-    path: torch.Tensor,
-    num_sampled: torch.Tensor,
+    paths: AcceptedPaths,
     router: torch.Tensor,
     experts: torch.Tensor,
     top: int,
@@ -56,6 +55,7 @@ def contemplate(
 ) -> None:
     """See :func:`vllm_crossspec.contemplate.kernels.contemplate`."""
     num_reqs = idx_mapping.shape[0]
+    query_start_loc, cu_rows, num_sampled, path = paths
     first, num_rows, nodes = _request_rows(query_start_loc, cu_rows)
     lengths = num_sampled[:num_reqs].long()
     last = path[:num_reqs].gather(1, (lengths - 1).clamp(0, path.shape[1] - 1)[:, None])[:, 0].long()

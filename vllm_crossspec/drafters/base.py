@@ -71,23 +71,13 @@ class DrafterKind(NamedTuple):
     marks: tuple[str, ...] = ()
     head_states: str = ""
 
-    def load_checkpoint_module(self) -> Any:
-        """The module that reads this kind's checkpoints."""
-        return import_module(self.checkpoint)
-
     def load_proposer(self, is_tree: bool = False) -> Any:
         """The proposer's class, of chains or of trees; imports vLLM."""
         return load(self.tree_proposer if is_tree else self.proposer)
 
 
-_OWN = {
-    "eagle3": "vllm_crossspec.drafters.eagle3:KIND",
-    "dflash": "vllm_crossspec.drafters.dflash:KIND",
-    "dart": "vllm_crossspec.drafters.dart:KIND",
-    "confu": "vllm_crossspec.drafters.confu:KIND",
-    "draft_model": "vllm_crossspec.drafters.draft_model:KIND",
-    "flashhead": "vllm_crossspec.drafters.flashhead:KIND",
-}
+_NAMES = ("eagle3", "dflash", "dart", "confu", "draft_model", "flashhead")
+_OWN = {name: f"vllm_crossspec.drafters.{name}:KIND" for name in _NAMES}
 
 
 def load(path: str) -> Any:

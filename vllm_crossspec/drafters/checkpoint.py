@@ -3,14 +3,15 @@
 import json
 import os
 import zipfile
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
 from transformers import PretrainedConfig
 
 from vllm_crossspec.drafters.base import DrafterKind, drafter_kind, drafter_kinds
-from vllm_crossspec.types import DrafterFacts, TargetFacts
+from vllm_crossspec.files import open_tensors
+from vllm_crossspec.types import DEFAULT_DRAFT_TOKENS, DrafterFacts, TargetFacts
 
 
 def check_drafter(
@@ -31,7 +32,7 @@ def check_drafter(
             target's, or damaged weight files.
     """
     config = read_config(model, key, revision)
-    facts = drafter_kind(kind, key).load_checkpoint_module().read_facts(config, key, target)
+    facts = import_module(drafter_kind(kind, key).checkpoint).read_facts(config, key, target)
     _check_fits(facts, key, target)
     if has_weights and Path(model).expanduser().is_dir():
         check_weight_files(Path(model).expanduser(), key)
@@ -79,11 +80,8 @@ def check_weight_files(folder: Path, key: str) -> None:
         if missing:
             raise ValueError(f"{key}: {missing[0]} is named by {index.name} but not there; copy the checkpoint again")
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                opened.keys()
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{key}: {file} is damaged or cut short ({error}); copy it again") from None
+        with open_tensors(file, f"{key}: {file}") as tensors:
+            tensors.keys()
     bins = sorted(folder.glob("*.bin")) if not files else []
     for file in bins:
         # torch has written zip archives since 1.6; an older pickle shows no such mark and is left to torch.
@@ -135,8 +133,8 @@ def require(config: dict[str, Any], name: str, key: str) -> Any:
     return value
 
 
-def proposal_tokens(config: dict[str, Any]) -> int | None:
-    """Draft tokens that a speculators checkpoint recommends, if it does."""
+def proposal_tokens(config: dict[str, Any]) -> int:
+    """Draft tokens that a speculators checkpoint recommends, or the usual number."""
     methods = (config.get("speculators_config") or {}).get("proposal_methods") or [{}]
     tokens = methods[0].get("speculative_tokens")
-    return int(tokens) if tokens else None
+    return int(tokens) if tokens else DEFAULT_DRAFT_TOKENS

@@ -13,6 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_crossspec.contemplate.kernels import request_rows
+from vllm_crossspec.types import AcceptedPaths
+
 PATH_ROWS = 16  # rows of a path that one program reads before it writes
 MAX_TENSORS = 8
 
@@ -80,20 +83,9 @@ def make_kv_layers(caches: Sequence[tuple[torch.Tensor, int]]) -> KVLayers:
 
 
 @triton.jit
-def _first_row(
-    query_start_loc_ptr,  # int32 [R + 1]
-    cu_num_logits_ptr,  # int32 [R + 1]
-    request,
-):
-    """Token row of a request's row 0, int64."""
-    num_logits = tl.load(cu_num_logits_ptr + request + 1) - tl.load(cu_num_logits_ptr + request)
-    return (tl.load(query_start_loc_ptr + request + 1) - num_logits).to(tl.int64)
-
-
-@triton.jit
 def _compact_kv_kernel(
     query_start_loc_ptr,  # int32 [R + 1]
-    cu_num_logits_ptr,  # int32 [R + 1]
+    cu_rows_ptr,  # int32 [R + 1]
     num_sampled_ptr,  # int32 [R]
     path_ptr,  # int32 [R, depth + 1]
     path_stride,
@@ -114,7 +106,7 @@ def _compact_kv_kernel(
     layer = tl.program_id(1)
     length = tl.load(num_sampled_ptr + request)
     if length > 1:
-        first = _first_row(query_start_loc_ptr, cu_num_logits_ptr, request)
+        first, _, _ = request_rows(query_start_loc_ptr, cu_rows_ptr, request)
         slots = slots_ptr + tl.load(group_ptr + layer).to(tl.int64) * slots_stride + first
         cache = tl.cast(tl.load(pointers_ptr + layer), tl.pointer_type(tl.int32))
         cache = tl.multiple_of(cache, 4 * ALIGNMENT)
@@ -141,32 +133,18 @@ def _compact_kv_kernel(
             tl.store(cache + write, words, mask=mask)
 
 
-def compact_kv(
-    layers: KVLayers,
-    *,
-    query_start_loc: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    num_sampled: torch.Tensor,
-    path: torch.Tensor,
-    slot_mappings: torch.Tensor,
-) -> None:
+def compact_kv(layers: KVLayers, paths: AcceptedPaths, slot_mappings: torch.Tensor) -> None:
     """Move K and V of row ``path[k]`` to row ``k`` in every layer, where they differ; one launch.
 
     Args:
         layers: of the target, from :func:`make_kv_layers`.
-        query_start_loc: int32 [at least R + 1] first token row of each request.
-        cu_num_logits: int32 [R + 1]; a request's logits rows are its last ones.
-        num_sampled: int32 [at least R] length of each path, row 0 included; 0 inside a prompt.
-        path: int32 [at least R, depth + 1] rows of the accepted path.
+        paths: of the step.
         slot_mappings: int64 [groups, T] KV slot of each token row; rows with negative slots are left alone.
     """
-    num_reqs = cu_num_logits.shape[0] - 1
+    num_reqs = paths.cu_rows.shape[0] - 1
     _compact_kv_kernel[(num_reqs, layers.pointers.shape[0], layers.num_heads)](
-        query_start_loc,
-        cu_num_logits,
-        num_sampled,
-        path,
-        path.stride(0),
+        *paths,
+        paths.path.stride(0),
         slot_mappings,
         slot_mappings.stride(0),
         layers.pointers,
@@ -188,7 +166,7 @@ def _compact_rows_kernel(
     strides,  # tuple of their row strides
     width,
     query_start_loc_ptr,  # int32 [R + 1]
-    cu_num_logits_ptr,  # int32 [R + 1]
+    cu_rows_ptr,  # int32 [R + 1]
     num_sampled_ptr,  # int32 [R]
     path_ptr,  # int32 [R, depth + 1]
     path_stride,
@@ -198,7 +176,7 @@ def _compact_rows_kernel(
     request = tl.program_id(0).to(tl.int64)
     length = tl.load(num_sampled_ptr + request)
     if length > 1:
-        first = _first_row(query_start_loc_ptr, cu_num_logits_ptr, request)
+        first, _, _ = request_rows(query_start_loc_ptr, cu_rows_ptr, request)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         for start in range(1, length, ROWS):
             k = start + tl.arange(0, ROWS)
@@ -213,37 +191,24 @@ def _compact_rows_kernel(
                     tl.store(write, values, mask=mask)
 
 
-def compact_rows(
-    tensors: Sequence[torch.Tensor],
-    *,
-    query_start_loc: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    num_sampled: torch.Tensor,
-    path: torch.Tensor,
-) -> None:
+def compact_rows(tensors: Sequence[torch.Tensor], paths: AcceptedPaths) -> None:
     """Move row ``path[k]`` of each request to row ``k`` in up to eight tensors; one launch.
 
     Args:
         tensors: [at least T, width] each, of one dtype and width, rows contiguous: the target's states.
-        query_start_loc: int32 [at least R + 1] first token row of each request.
-        cu_num_logits: int32 [R + 1]; a request's logits rows are its last ones.
-        num_sampled: int32 [at least R] length of each path, row 0 included; 0 inside a prompt.
-        path: int32 [at least R, depth + 1] rows of the accepted path.
+        paths: of the step.
     """
     width = tensors[0].shape[1]
     assert 0 < len(tensors) <= MAX_TENSORS
     assert all(t.shape[1] == width and t.stride(1) == 1 and t.dtype == tensors[0].dtype for t in tensors)
     columns = min(256, triton.next_power_of_2(width))
-    grid = (cu_num_logits.shape[0] - 1, triton.cdiv(width, columns), len(tensors))
+    grid = (paths.cu_rows.shape[0] - 1, triton.cdiv(width, columns), len(tensors))
     _compact_rows_kernel[grid](
         tuple(tensors),
         tuple(t.stride(0) for t in tensors),
         width,
-        query_start_loc,
-        cu_num_logits,
-        num_sampled,
-        path,
-        path.stride(0),
+        *paths,
+        paths.path.stride(0),
         ROWS=PATH_ROWS,
         COLUMNS=columns,
     )
@@ -252,7 +217,7 @@ def compact_rows(
 @triton.jit
 def _restore_rows_kernel(
     query_start_loc_ptr,  # int32 [R + 1]
-    cu_num_logits_ptr,  # int32 [R + 1]
+    cu_rows_ptr,  # int32 [R + 1]
     num_sampled_ptr,  # int32 [R]
     path_ptr,  # int32 [R, depth + 1]
     path_stride,
@@ -263,13 +228,12 @@ def _restore_rows_kernel(
     ROWS: tl.constexpr,
 ):
     request = tl.program_id(0).to(tl.int64)
-    num_logits = tl.load(cu_num_logits_ptr + request + 1) - tl.load(cu_num_logits_ptr + request)
-    if num_logits > 1:
-        first = (tl.load(query_start_loc_ptr + request + 1) - num_logits).to(tl.int64)
-        root = tl.load(seq_lens_ptr + request) - num_logits
-        for start in range(0, num_logits, ROWS):
+    first, num_rows, _ = request_rows(query_start_loc_ptr, cu_rows_ptr, request)
+    if num_rows > 1:
+        root = tl.load(seq_lens_ptr + request) - num_rows
+        for start in range(0, num_rows, ROWS):
             row = start + tl.arange(0, ROWS)
-            tl.store(positions_ptr + first + row, (root + row).to(tl.int64), mask=row < num_logits)
+            tl.store(positions_ptr + first + row, (root + row).to(tl.int64), mask=row < num_rows)
         k = tl.arange(0, STEPS)
         mask = (k > 0) & (k < tl.load(num_sampled_ptr + request))
         source = tl.load(path_ptr + request * path_stride + k, mask=mask, other=0)
@@ -279,36 +243,23 @@ def _restore_rows_kernel(
 
 
 def restore_rows(
-    *,
-    query_start_loc: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    num_sampled: torch.Tensor,
-    path: torch.Tensor,
-    positions: torch.Tensor,
-    input_ids: torch.Tensor,
-    seq_lens: torch.Tensor,
+    paths: AcceptedPaths, *, positions: torch.Tensor, input_ids: torch.Tensor, seq_lens: torch.Tensor
 ) -> None:
     """Make the rows of requests with drafts look like a chain's: linear positions, ids of the path; one launch.
 
     Args:
-        query_start_loc: int32 [at least R + 1] first token row of each request.
-        cu_num_logits: int32 [R + 1]; a request's logits rows are its last ones.
-        num_sampled: int32 [at least R] length of each path, row 0 included; 0 inside a prompt.
-        path: int32 [at least R, depth + 1] rows of the accepted path.
+        paths: of the step.
         positions: int64 [T], written.
         input_ids: int32 [T], written for the rows of the path.
         seq_lens: int32 [at least R] tokens of each request, all rows of this step included.
     """
-    _restore_rows_kernel[(cu_num_logits.shape[0] - 1,)](
-        query_start_loc,
-        cu_num_logits,
-        num_sampled,
-        path,
-        path.stride(0),
+    _restore_rows_kernel[(paths.cu_rows.shape[0] - 1,)](
+        *paths,
+        paths.path.stride(0),
         positions,
         input_ids,
         seq_lens,
-        STEPS=triton.next_power_of_2(path.shape[1]),
+        STEPS=triton.next_power_of_2(paths.path.shape[1]),
         ROWS=128,
         num_warps=1,
     )

@@ -4,33 +4,24 @@ from collections.abc import Sequence
 
 import torch
 
+from vllm_crossspec.types import AcceptedPaths
 
-def _moves(
-    query_start_loc: torch.Tensor, cu_num_logits: torch.Tensor, num_sampled: torch.Tensor, path: torch.Tensor
-) -> list[tuple[int, int]]:
+
+def _moves(paths: AcceptedPaths) -> list[tuple[int, int]]:
     """Token rows (from, to) of all requests, in an order in which they may be done one by one."""
     moves = []
-    for request in range(cu_num_logits.shape[0] - 1):
-        num_logits = int(cu_num_logits[request + 1] - cu_num_logits[request])
-        first = int(query_start_loc[request + 1]) - num_logits
-        for k in range(1, int(num_sampled[request])):
-            source = int(path[request, k])
+    for request, num_rows in enumerate(paths.cu_rows.diff().tolist()):
+        first = int(paths.query_start_loc[request + 1]) - num_rows
+        for k in range(1, int(paths.num_sampled[request])):
+            source = int(paths.path[request, k])
             if source != k:
                 moves.append((first + source, first + k))
     return moves
 
 
-def compact_kv(
-    caches: Sequence[tuple[torch.Tensor, int]],
-    *,
-    query_start_loc: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    num_sampled: torch.Tensor,
-    path: torch.Tensor,
-    slot_mappings: torch.Tensor,
-) -> None:
+def compact_kv(caches: Sequence[tuple[torch.Tensor, int]], paths: AcceptedPaths, slot_mappings: torch.Tensor) -> None:
     """See :func:`vllm_crossspec.kv_compaction.kernels.compact_kv`; takes what ``make_kv_layers`` takes."""
-    moves = _moves(query_start_loc, cu_num_logits, num_sampled, path)
+    moves = _moves(paths)
     for cache, group in {cache.data_ptr(): (cache, group) for cache, group in caches}.values():
         block_size = cache.shape[2]
         for source, target in moves:
@@ -40,36 +31,20 @@ def compact_kv(
                 cache[write // block_size, :, write % block_size] = content
 
 
-def compact_rows(
-    tensors: Sequence[torch.Tensor],
-    *,
-    query_start_loc: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    num_sampled: torch.Tensor,
-    path: torch.Tensor,
-) -> None:
+def compact_rows(tensors: Sequence[torch.Tensor], paths: AcceptedPaths) -> None:
     """See :func:`vllm_crossspec.kv_compaction.kernels.compact_rows`."""
-    for source, target in _moves(query_start_loc, cu_num_logits, num_sampled, path):
+    for source, target in _moves(paths):
         for tensor in tensors:
             tensor[target] = tensor[source]
 
 
 def restore_rows(
-    *,
-    query_start_loc: torch.Tensor,
-    cu_num_logits: torch.Tensor,
-    num_sampled: torch.Tensor,
-    path: torch.Tensor,
-    positions: torch.Tensor,
-    input_ids: torch.Tensor,
-    seq_lens: torch.Tensor,
+    paths: AcceptedPaths, *, positions: torch.Tensor, input_ids: torch.Tensor, seq_lens: torch.Tensor
 ) -> None:
     """See :func:`vllm_crossspec.kv_compaction.kernels.restore_rows`."""
-    for source, target in _moves(query_start_loc, cu_num_logits, num_sampled, path):
+    for source, target in _moves(paths):
         input_ids[target] = input_ids[source]
-    for request in range(cu_num_logits.shape[0] - 1):
-        num_logits = int(cu_num_logits[request + 1] - cu_num_logits[request])
-        if num_logits > 1:
-            end = int(query_start_loc[request + 1])
-            seq_len = int(seq_lens[request])
-            positions[end - num_logits : end] = torch.arange(seq_len - num_logits, seq_len, device=positions.device)
+    for request, num_rows in enumerate(paths.cu_rows.diff().tolist()):
+        if num_rows > 1:
+            end, seq_len = int(paths.query_start_loc[request + 1]), int(seq_lens[request])
+            positions[end - num_rows : end] = torch.arange(seq_len - num_rows, seq_len, device=positions.device)

@@ -24,9 +24,7 @@ class TreeSizeCounters:
     def reset(self) -> None:
         """Forget everything."""
         self.rounds = self.extra_passes = 0
-        self.trees = np.zeros(self.num_bins, dtype=np.int64)
-        self.extra_levels = np.zeros(self.num_bins, dtype=np.int64)
-        self.nodes = np.zeros(self.num_bins, dtype=np.int64)
+        self.trees, self.extra_levels, self.nodes = np.zeros((3, self.num_bins), dtype=np.int64)
 
     def count(self, sizing: Sizing) -> None:
         """Add a round's trees."""

@@ -55,40 +55,33 @@ def _use_shared_files() -> None:
 def _make_counters() -> dict[str, Any]:
     from prometheus_client import REGISTRY, Counter, Histogram
 
-    labels = ["drafter"]
     help_of = {
-        "crossspec:drafts": ("Drafts verified", labels),
-        "crossspec:draft_tokens": ("Draft tokens verified", labels),
-        "crossspec:accepted_tokens": ("Draft tokens accepted", labels),
-        "crossspec:accepted_tokens_per_pos": (
-            "Draft tokens accepted at each position",
-            [*labels, "position"],
-        ),
+        ("drafter",): {
+            "drafts": "Drafts verified",
+            "draft_tokens": "Draft tokens verified",
+            "accepted_tokens": "Draft tokens accepted",
+            "router_decisions": "Rounds in which a request was routed to the drafter",
+            "router_switches": "Decisions for another drafter than the request's last",
+            "router_missed_tokens": "Tokens that the drafter had missed when a request was switched to it",
+            "router_caught_up_tokens": "Tokens whose keys and values the drafter computed without drafting from them",
+            "router_catch_ups": "Passes that computed keys and values alone",
+            "heterospec_extra_passes": "Passes of the drafter for levels beyond the ordinary ones",
+        },
+        ("drafter", "position"): {"accepted_tokens_per_pos": "Draft tokens accepted at each position"},
+        ("drafter", "bin"): {
+            "heterospec_trees": "Trees drafted, by bin of their Phi, the surest first",
+            "heterospec_extra_levels": "Levels of these trees beyond those of an ordinary one",
+            "heterospec_nodes": "Most nodes that these trees were allowed, summed up",
+        },
+        ("stage",): {"round_seconds": "Seconds by stage of the drafting"},
     }
-    help_of |= {
-        f"crossspec:router_{name}": (text, labels)
-        for name, text in (
-            ("decisions", "Rounds in which a request was routed to the drafter"),
-            ("switches", "Decisions for another drafter than the request's last"),
-            ("missed_tokens", "Tokens that the drafter had missed when a request was switched to it"),
-            ("caught_up_tokens", "Tokens whose keys and values the drafter computed without drafting from them"),
-            ("catch_ups", "Passes that computed keys and values alone"),
-        )
-    }
-    help_of |= {
-        f"crossspec:heterospec_{name}": (text, [*labels, "bin"])
-        for name, text in (
-            ("trees", "Trees drafted, by bin of their Phi, the surest first"),
-            ("extra_levels", "Levels of these trees beyond those of an ordinary one"),
-            ("nodes", "Most nodes that these trees were allowed, summed up"),
-        )
-    }
-    help_of["crossspec:heterospec_extra_passes"] = ("Passes of the drafter for levels beyond the ordinary ones", labels)
-    help_of["crossspec:round_seconds"] = ("Seconds by stage of the drafting", ["stage"])
-    known = REGISTRY._names_to_collectors
-    made = {name: known.get(name) or Counter(name, text, labels) for name, (text, labels) in help_of.items()}
+    known, made = REGISTRY._names_to_collectors, {}
+    for labels, texts in help_of.items():
+        for name, text in texts.items():
+            name = f"crossspec:{name}"
+            made[name] = known.get(name) or Counter(name, text, labels)
     made[BACKLOGS] = known.get(BACKLOGS) or Histogram(
-        BACKLOGS, "Tokens that the drafter had missed, of each switch to it", labels, buckets=BACKLOG_EDGES
+        BACKLOGS, "Tokens that the drafter had missed, of each switch to it", ["drafter"], buckets=BACKLOG_EDGES
     )
     return made
 
@@ -113,33 +106,22 @@ def _publish_forever(
     metrics: dict[str, Any],
 ) -> None:
     stream = torch.cuda.Stream(counters.counts.device) if counters.counts.is_cuda else None
-    published = torch.zeros_like(counters.counts, device="cpu")
-    pause, routed, sized = threading.Event(), RoutingPublisher(metrics), SizesPublisher(metrics)
+    pause, publisher = threading.Event(), Publisher(metrics)
     while True:
         if stream is None:
             current = counters.counts.clone()
         else:
             with torch.cuda.stream(stream):
                 current = counters.counts.to("cpu", non_blocking=False)
-        publish(counters.describe(current - published), metrics)
-        published = current
+        publisher.add_acceptance(counters.describe(current))
         if routing is not None and clock is not None:
-            routed.publish(routing.snapshot()["drafters"], dict(clock.seconds))
-        sized.publish({name: counters_of.snapshot() for name, counters_of in sizes.items()})
+            publisher.add_routing(routing.snapshot()["drafters"], dict(clock.seconds))
+        publisher.add_sizes({name: counters_of.snapshot() for name, counters_of in sizes.items()})
         pause.wait(PERIOD_SECONDS)
 
 
-def publish(delta: dict[str, dict[str, Any]], metrics: dict[str, Any]) -> None:
-    """Add a difference of counters to the Prometheus counters."""
-    for drafter, values in delta.items():
-        for name in ("drafts", "draft_tokens", "accepted_tokens"):
-            metrics[f"crossspec:{name}"].labels(drafter).inc(values[name])
-        for position, count in enumerate(values["accepted_per_position"]):
-            metrics["crossspec:accepted_tokens_per_pos"].labels(drafter, position).inc(count)
-
-
-class RoutingPublisher:
-    """Adds what has come since the last time to the Prometheus counters of routing.
+class Publisher:
+    """Adds what totals have grown by since the last time to the Prometheus counters.
 
     Args:
         metrics: the counters, by name.
@@ -147,53 +129,41 @@ class RoutingPublisher:
 
     def __init__(self, metrics: dict[str, Any]):
         self.metrics = metrics
-        self._drafters: dict[str, dict[str, Any]] = {}
-        self._seconds: dict[str, float] = {}
+        self._before: dict[tuple[Any, ...], float] = {}
 
-    def publish(self, drafters: dict[str, dict[str, Any]], seconds: dict[str, float]) -> None:
-        """Publish totals: ``RoutingCounters.snapshot``'s by drafter, and seconds by stage."""
+    def _growth(self, total: float, *key: Any) -> float:
+        before, self._before[key] = self._before.get(key, 0), total
+        return total - before
+
+    def _add(self, name: str, total: float, *labels: Any) -> None:
+        self.metrics[f"crossspec:{name}"].labels(*labels).inc(self._growth(total, name, *labels))
+
+    def add_acceptance(self, drafters: dict[str, dict[str, Any]]) -> None:
+        """``AcceptanceCounters.describe``'s by drafter."""
         for drafter, totals in drafters.items():
-            before = self._drafters.get(drafter)
+            for name in ("drafts", "draft_tokens", "accepted_tokens"):
+                self._add(name, totals[name], drafter)
+            for position, total in enumerate(totals["accepted_per_position"]):
+                self._add("accepted_tokens_per_pos", total, drafter, position)
+
+    def add_routing(self, drafters: dict[str, dict[str, Any]], seconds: dict[str, float]) -> None:
+        """``RoutingCounters.snapshot``'s by drafter, and seconds by stage."""
+        for drafter, totals in drafters.items():
             for name in COUNTS:
-                gain = totals[name] - (before[name] if before else 0)
-                self.metrics[f"crossspec:router_{name}"].labels(drafter).inc(gain)
-            self._add_backlogs(drafter, totals, before)
+                self._add(f"router_{name}", totals[name], drafter)
+            # Counted by bucket already; the histogram's own `observe` takes values one by one. Neither it nor ours is
+            # cumulative; what Prometheus reads is made so when it is collected.
+            histogram = self.metrics[BACKLOGS].labels(drafter)
+            for bucket, (part, total) in enumerate(zip(histogram._buckets, totals["backlog_histogram"], strict=True)):
+                part.inc(self._growth(total, BACKLOGS, drafter, bucket))
+            histogram._sum.inc(self._growth(totals["missed_tokens"], BACKLOGS, drafter))
         for stage, total in seconds.items():
-            self.metrics["crossspec:round_seconds"].labels(stage).inc(total - self._seconds.get(stage, 0.0))
-        self._drafters, self._seconds = drafters, seconds
+            self._add("round_seconds", total, stage)
 
-    def _add_backlogs(self, drafter: str, totals: dict[str, Any], before: dict[str, Any] | None) -> None:
-        """Add to the histogram what was counted by bucket already; its own `observe` takes values one by one.
-
-        Neither it nor ours is cumulative; what Prometheus reads is made so when it is collected.
-        """
-        histogram = self.metrics[BACKLOGS].labels(drafter)
-        new = totals["backlog_histogram"]
-        old = before["backlog_histogram"] if before else [0] * len(new)
-        for bucket, count, was in zip(histogram._buckets, new, old, strict=True):
-            bucket.inc(count - was)
-        histogram._sum.inc(totals["missed_tokens"] - (before["missed_tokens"] if before else 0))
-
-
-class SizesPublisher:
-    """Adds what has come since the last time to the Prometheus counters of adaptive trees.
-
-    Args:
-        metrics: the counters, by name.
-    """
-
-    def __init__(self, metrics: dict[str, Any]):
-        self.metrics = metrics
-        self._before: dict[str, dict[str, Any]] = {}
-
-    def publish(self, drafters: dict[str, dict[str, Any]]) -> None:
-        """Publish totals: ``TreeSizeCounters.snapshot``'s by drafter."""
+    def add_sizes(self, drafters: dict[str, dict[str, Any]]) -> None:
+        """``TreeSizeCounters.snapshot``'s by drafter."""
         for drafter, totals in drafters.items():
-            before = self._before.get(drafter)
             for name in BY_BIN:
-                old = before[name] if before else [0] * len(totals[name])
-                for number, (new, was) in enumerate(zip(totals[name], old, strict=True)):
-                    self.metrics[f"crossspec:heterospec_{name}"].labels(drafter, number).inc(new - was)
-            gain = totals["extra_passes"] - (before["extra_passes"] if before else 0)
-            self.metrics["crossspec:heterospec_extra_passes"].labels(drafter).inc(gain)
-        self._before = drafters
+                for number, total in enumerate(totals[name]):
+                    self._add(f"heterospec_{name}", total, drafter, number)
+            self._add("heterospec_extra_passes", totals["extra_passes"], drafter)

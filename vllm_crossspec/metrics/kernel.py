@@ -5,6 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_crossspec.contemplate.kernels import draft_nodes
 from vllm_crossspec.types import NO_DRAFTS
 
 
@@ -57,7 +58,7 @@ def _record_acceptance_kernel(
     sampled = tl.load(num_sampled_ptr + row)
     drafted = sampled + tl.load(num_rejected_ptr + row) - 1
     if CONTEMPLATES:
-        drafted = (drafted - 1) // 2
+        drafted = draft_nodes(drafted + 1)
     start = tl.load(num_computed_ptr + slot) - sampled
     if (drafter < 0) | (drafted <= 0) | (start < tl.load(prefill_len_ptr + slot)):
         return

@@ -29,12 +29,9 @@ class RoutingCounters:
         """Forget all counts, not who drafted last."""
         size = len(self.names)
         self.rounds = 0
-        self.decisions = np.zeros(size, dtype=np.int64)
-        self.switches = np.zeros(size, dtype=np.int64)
-        self.missed = np.zeros(size, dtype=np.int64)
+        by_drafter = np.zeros((5, size), dtype=np.int64)
+        self.decisions, self.switches, self.missed, self.caught_up, self.catch_ups = by_drafter
         self.backlogs = np.zeros((size, len(BACKLOG_EDGES) + 1), dtype=np.int64)
-        self.caught_up = np.zeros(size, dtype=np.int64)
-        self.catch_ups = np.zeros(size, dtype=np.int64)
 
     def forget(self, slots: list[int]) -> None:
         """Other requests take these slots."""

@@ -6,7 +6,6 @@ missing. Workers are processes, or tasks of Ray where it is installed.
 
 import functools
 import json
-import os
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -15,6 +14,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from vllm_crossspec.files import replacing
 from vllm_crossspec.ngram import inputs
 from vllm_crossspec.ngram.count import Keys, write_levels, write_runs
 from vllm_crossspec.ngram.inputs import Piece
@@ -148,9 +148,8 @@ def count_piece(plan: Plan, folder: Path, budget: int, number: int, piece: Piece
     except ValueError as problem:
         where = "" if str(problem).startswith(piece.file) else f"{piece.file}: "
         raise ValueError(f"{where}{problem}") from problem
-    partial = stem.with_suffix(".partial")
-    partial.write_text(json.dumps(names))
-    os.replace(partial, _marker(folder, number))
+    with replacing(_marker(folder, number)) as partial:
+        partial.write_text(json.dumps(names))
     return len(names)
 
 
@@ -180,9 +179,8 @@ def _open_folder(folder: Path, plan: Plan) -> None:
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / (PLAN + ".partial")
-    partial.write_text(text)
-    os.replace(partial, folder / PLAN)
+    with replacing(folder / PLAN) as partial:
+        partial.write_text(text)
 
 
 # -- workers ------------------------------------------------------------------------------------------------------

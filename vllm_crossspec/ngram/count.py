@@ -5,7 +5,6 @@ first token highest; what a document's end cuts off is 0, which sorts first. Sho
 own: each is the sum of those that begin with it.
 """
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_crossspec.arrays import Array
+from vllm_crossspec.files import replacing
 from vllm_crossspec.ngram.inputs import Tokens
 from vllm_crossspec.ngram.levels import LevelFiles, Progress, quiet
 
@@ -103,12 +103,9 @@ def write_runs(batches: Iterator[Tokens], keys: Keys, budget: int, stem: Path) -
     def flush() -> None:
         words, counts = unique(np.concatenate(waiting, axis=1))
         waiting.clear()
-        path = stem.with_name(f"{stem.name}-{len(names):05d}.npy")
-        partial = path.with_name(path.name + ".partial")
-        with partial.open("wb") as file:
+        names.append(f"{stem.name}-{len(names):05d}.npy")
+        with replacing(stem.with_name(names[-1])) as partial, partial.open("wb") as file:
             np.save(file, np.concatenate((words, counts[None])))
-        os.replace(partial, path)
-        names.append(path.name)
 
     num_waiting = 0
     for batch in batches:

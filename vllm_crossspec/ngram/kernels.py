@@ -13,6 +13,31 @@ from vllm_crossspec.ngram.store import NgramStore
 
 
 @triton.jit
+def _children(offsets_ptr, nodes, are_nodes, vocab_size, total):
+    """Where the children of nodes begin and end, int64; nowhere for what is no node."""
+    begin = tl.load(offsets_ptr + nodes, mask=are_nodes, other=0).to(tl.int64)
+    end = tl.load(offsets_ptr + nodes + 1, mask=are_nodes, other=0).to(tl.int64)
+    # A damaged file must not make the search leave the arrays.
+    begin = tl.minimum(tl.maximum(begin, vocab_size), total)
+    return begin, tl.where(are_nodes, tl.minimum(tl.maximum(end, vocab_size), total), begin)
+
+
+@triton.jit
+def _search(tokens_ptr, low, high, wanted, vocab_size, steps):
+    """The node with a token among those from ``low`` to ``high``, by halving; -1 where there is none. Of one shape."""
+    found = tl.zeros_like(low) - 1
+    for _ in range(steps):
+        middle = (low + high) // 2
+        looks = low < high
+        value = tl.load(tokens_ptr + middle - vocab_size, mask=looks, other=-1).to(tl.int64)
+        found = tl.where(looks & (value == wanted), middle, found)
+        low = tl.where(looks & (value < wanted), middle + 1, low)
+        # Found: nothing is left to search.
+        high = tl.where(looks & (value >= wanted), tl.where(value == wanted, low, middle), high)
+    return found
+
+
+@triton.jit
 def _look_up_kernel(
     contexts_ptr,  # int [R * B, K]
     contexts_stride,
@@ -58,41 +83,16 @@ def _look_up_kernel(
         # The suffix of l tokens goes on with its token number `step`; the shorter ones have arrived.
         goes_on = (length > step) & (length <= LONGEST)
         token = tl.load(context_ptr + (LONGEST - length + step), mask=goes_on, other=-1).to(tl.int64)
-        # A damaged file must not make the search leave the arrays.
         walks = goes_on & (node >= 0) & (node < num_inner)
-        low = tl.load(offsets_ptr + node, mask=walks, other=0).to(tl.int64)
-        high = tl.load(offsets_ptr + node + 1, mask=walks, other=0).to(tl.int64)
-        low = tl.minimum(tl.maximum(low, vocab_size), total)
-        high = tl.where(walks, tl.minimum(tl.maximum(high, vocab_size), total), low)
-        child = tl.full([LENGTHS], -1, tl.int64)
-        for _ in range(steps):
-            middle = (low + high) // 2
-            looks = low < high
-            value = tl.load(tokens_ptr + middle - vocab_size, mask=looks, other=-1).to(tl.int64)
-            child = tl.where(looks & (value == token), middle, child)
-            low = tl.where(looks & (value < token), middle + 1, low)
-            # Found: nothing is left to search.
-            high = tl.where(looks & (value >= token), tl.where(value == token, low, middle), high)
-        node = tl.where(goes_on, child, node)
+        begin, end = _children(offsets_ptr, node, walks, vocab_size, total)
+        node = tl.where(goes_on, _search(tokens_ptr, begin, end, token, vocab_size, steps), node)
 
     # All candidates under all suffixes at once.
     open_nodes = (node >= 0) & (node < num_inner)
-    begin = tl.load(offsets_ptr + node, mask=open_nodes, other=0).to(tl.int64)
-    end = tl.load(offsets_ptr + node + 1, mask=open_nodes, other=0).to(tl.int64)
-    begin = tl.minimum(tl.maximum(begin, vocab_size), total)
-    end = tl.where(open_nodes, tl.minimum(tl.maximum(end, vocab_size), total), begin)
-    found = tl.full([LENGTHS, BLOCK], -1, tl.int64)
-    low = begin[:, None] + tl.zeros([LENGTHS, BLOCK], tl.int64)
-    high = end[:, None] + tl.zeros([LENGTHS, BLOCK], tl.int64)
-    high = tl.where(inside[None, :], high, low)
-    target = wanted[None, :]
-    for _ in range(steps):
-        middle = (low + high) // 2
-        looks = low < high
-        value = tl.load(tokens_ptr + middle - vocab_size, mask=looks, other=-1).to(tl.int64)
-        found = tl.where(looks & (value == target), middle, found)
-        low = tl.where(looks & (value < target), middle + 1, low)
-        high = tl.where(looks & (value >= target), tl.where(value == target, low, middle), high)
+    begin, end = _children(offsets_ptr, node, open_nodes, vocab_size, total)
+    begin = begin[:, None] + tl.zeros([LENGTHS, BLOCK], tl.int64)
+    end = tl.where(inside[None, :], end[:, None], begin)
+    found = _search(tokens_ptr, begin, end, wanted[None, :], vocab_size, steps)
 
     # The longest suffix that the candidate was seen after.
     used = tl.max(tl.where(found >= 0, length[:, None], 0), axis=0)

@@ -1,7 +1,6 @@
 """A trie on its way to a store: counts level by level in plain files, and the store's file written from them."""
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_crossspec.arrays import Array
-from vllm_crossspec.ngram.store import MAX_CODES, Header, code_scale
+from vllm_crossspec.files import replacing
+from vllm_crossspec.ngram.store import FILE_TYPES, MAX_CODES, Header, code_scale
 
 Progress = Callable[[str, int, int], None]
 """Called with what is being done, how much of it is, and of how much."""
@@ -95,22 +95,21 @@ def write_store(path: Path, folder: Path, facts: Facts, progress: Progress = qui
     """
     levels = [LevelFiles(folder, level).read() for level in range(1, facts.order + 1)]
     header = _header(levels, facts)
-    partial = path.with_name(path.name + ".partial")
-    out = create_file(partial, header)
-    total = header.num_tokens
-    codes = np.full(header.vocab_size, header.none_code, out["codes"].dtype)
-    codes[levels[0].tokens] = _codes(levels[0].counts, np.full(len(levels[0].counts), total), header)
-    out["codes"][: header.vocab_size] = codes
-    out["offsets"][0] = header.vocab_size
-    at = _Place(node=header.vocab_size, parent=1)
-    for number in range(1, facts.order):
-        progress(f"writing level {number + 1}", number - 1, facts.order - 1)
-        at = _write_level(out, levels[number - 1 : number + 1], number, at, header, facts.min_count)
-    assert at.node == header.total and at.parent == header.num_inner + 1
-    for array in out.values():
-        if isinstance(array, np.memmap):
-            array.flush()
-    os.replace(partial, path)
+    with replacing(path) as partial:
+        out = create_file(partial, header)
+        total = header.num_tokens
+        codes = np.full(header.vocab_size, header.none_code, out["codes"].dtype)
+        codes[levels[0].tokens] = _codes(levels[0].counts, np.full(len(levels[0].counts), total), header)
+        out["codes"][: header.vocab_size] = codes
+        out["offsets"][0] = header.vocab_size
+        at = _Place(node=header.vocab_size, parent=1)
+        for number in range(1, facts.order):
+            progress(f"writing level {number + 1}", number - 1, facts.order - 1)
+            at = _write_level(out, levels[number - 1 : number + 1], number, at, header, facts.min_count)
+        assert at.node == header.total and at.parent == header.num_inner + 1
+        for array in out.values():
+            if isinstance(array, np.memmap):
+                array.flush()
     progress("writing", facts.order - 1, facts.order - 1)
     return header
 
@@ -191,12 +190,10 @@ def _codes(counts: Array, above: Array, header: Header) -> Array:
 
 def create_file(path: Path, header: Header) -> dict[str, npt.NDArray[np.int64]]:
     """An empty safetensors file of the right size, its tensors mapped for writing."""
-    names = {"torch.int16": ("I16", "<i2"), "torch.int32": ("I32", "<i4"), "torch.int64": ("I64", "<i8")}
-    names["torch.uint8"] = ("U8", "<u1")
     entries: dict[str, object] = {"__metadata__": header.metadata()}
     begin, layout = 0, {}
     for name in ("offsets", "tokens", "codes"):  # the widest first: each is aligned
-        kind, numpy_kind = names[str(header.dtypes[name])]
+        kind, numpy_kind = FILE_TYPES[header.dtypes[name]]
         length = header.lengths[name]
         end = begin + length * np.dtype(numpy_kind).itemsize
         entries[name] = {"dtype": kind, "shape": [length], "data_offsets": [begin, end]}

@@ -27,6 +27,10 @@ MIN_ORDER, MAX_ORDER = 2, 5
 MAX_VOCAB_SIZE = (1 << 21) - 2
 """Three tokens, shifted by one, must fit 64 bits while counting."""
 MAX_CODES = {16: 32766, 8: 254}
+FILE_TYPES = {
+    torch.int16: ("I16", "<i2"), torch.int32: ("I32", "<i4"), torch.int64: ("I64", "<i8"), torch.uint8: ("U8", "<u1"),
+}  # fmt: skip
+"""What safetensors and NumPy call the types of the arrays."""
 CODE_DTYPES = {16: torch.int16, 8: torch.uint8}
 TENSORS = ("offsets", "tokens", "codes")
 PLACEMENTS = ("host", "gpu")
@@ -205,10 +209,9 @@ def _read_header(metadata: dict[str, str], where: str) -> Header:
 def _check_shapes(file: Any, header: Header, where: str) -> None:
     if sorted(file.keys()) != sorted(TENSORS):
         raise ValueError(f"{where} has the tensors {sorted(file.keys())}, not {sorted(TENSORS)}: write it again")
-    names = {torch.int16: "I16", torch.int32: "I32", torch.int64: "I64", torch.uint8: "U8"}
     for name in TENSORS:
         piece = file.get_slice(name)
-        wanted = names[header.dtypes[name]], [header.lengths[name]]
+        wanted = FILE_TYPES[header.dtypes[name]][0], [header.lengths[name]]
         if (piece.get_dtype(), piece.get_shape()) != wanted:
             raise ValueError(
                 f"{where}: `{name}` is {piece.get_dtype()} {piece.get_shape()} where its header says "

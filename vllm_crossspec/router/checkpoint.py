@@ -4,7 +4,6 @@ Shape legend: H hidden size of the target, m = H // 8 middle size, N drafters in
 the reference, B bins of entropy.
 """
 
-import json
 import math
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
@@ -12,8 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+
+from vllm_crossspec.files import open_tensors, read_versioned, write_json
 
 FORMAT_VERSION = 1
 FACTS_FILE, TENSORS_FILE = "router.json", "model.safetensors"
@@ -98,7 +98,7 @@ def save_router(folder: str | Path, checkpoint: RouterCheckpoint) -> None:
     content = {"format_version": FORMAT_VERSION, **asdict(facts)}
     if facts.entropy_gain is not None:
         content["entropy_gain"] = facts.entropy_gain._asdict()
-    (folder / FACTS_FILE).write_text(json.dumps(content, indent=2) + "\n")
+    write_json(folder / FACTS_FILE, content)
 
 
 def read_router(folder: str | Path, *, hidden_size: int, drafters: tuple[str, ...], key: str) -> RouterCheckpoint:
@@ -138,7 +138,9 @@ def check_router(folder: str | Path, *, hidden_size: int, drafters: tuple[str, .
     for name in (FACTS_FILE, TENSORS_FILE):
         if not (folder / name).is_file():
             raise ValueError(f"{key}: {folder} has no {name}; it is not a trained router: {_REMEDY}")
-    facts = _read_facts(folder / FACTS_FILE, key)
+    facts = read_versioned(
+        folder / FACTS_FILE, FORMAT_VERSION, where=key, remedy=_REMEDY, parse=_parse, disagreement=_disagreement
+    )
     if facts.hidden_size != hidden_size:
         raise ValueError(
             f"{key}: this router reads states of width {facts.hidden_size} (of {facts.target}), but the target has "
@@ -153,34 +155,16 @@ def check_router(folder: str | Path, *, hidden_size: int, drafters: tuple[str, .
     return facts
 
 
-def _read_facts(file: Path, key: str) -> RouterFacts:
-    try:
-        content = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{key}: {file} is not valid JSON ({error}); {_REMEDY} again") from None
-    version = content.get("format_version") if isinstance(content, dict) else None
-    if version != FORMAT_VERSION:
-        raise ValueError(
-            f"{key}: {file} has format_version {version}, this version reads {FORMAT_VERSION}; {_REMEDY} again"
-        )
-    try:
-        fit = content["entropy_gain"]
-        facts = RouterFacts(
-            hidden_size=int(content["hidden_size"]),
-            drafters=tuple(str(name) for name in content["drafters"]),
-            target=str(content["target"]),
-            mean_lengths=_numbers(content["mean_lengths"]),
-            entropy_gain=EntropyGain(_numbers(fit["entropy"]), tuple(map(_numbers, fit["gain"]))) if fit else None,
-            train=dict(content["train"]),
-        )
-    except KeyError as error:
-        raise ValueError(f"{key}: {file} has no {error}; {_REMEDY} again") from None
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{key}: {file} holds something of another kind than expected ({error}); {_REMEDY}") from None
-    wrong = _disagreement(facts)
-    if wrong:
-        raise ValueError(f"{key}: {wrong} in {file}; {_REMEDY} again")
-    return facts
+def _parse(content: dict[str, Any]) -> RouterFacts:
+    fit = content["entropy_gain"]
+    return RouterFacts(
+        hidden_size=int(content["hidden_size"]),
+        drafters=tuple(str(name) for name in content["drafters"]),
+        target=str(content["target"]),
+        mean_lengths=_numbers(content["mean_lengths"]),
+        entropy_gain=EntropyGain(_numbers(fit["entropy"]), tuple(map(_numbers, fit["gain"]))) if fit else None,
+        train=dict(content["train"]),
+    )
 
 
 def _numbers(values: Any) -> tuple[float, ...]:
@@ -206,11 +190,8 @@ def _disagreement(facts: RouterFacts) -> str | None:
 
 
 def _check_shapes(file: Path, facts: RouterFacts, key: str) -> None:
-    try:
-        with safe_open(file, framework="numpy") as opened:
-            found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{key}: {file} is damaged or cut short ({error}); copy it again") from None
+    with open_tensors(file, f"{key}: {file}") as opened:
+        found = {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
     for name, shape in facts.shapes.items():
         if found.get(name) != shape:
             seen = f"is {list(found[name])}" if name in found else "is missing"

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_crossspec.twins import runs_kernels
+from vllm_crossspec.twins import operand_type, runs_kernels
 
 FIXED, ENTROPY, NEURAL, GOODPUT = 0, 1, 2, 3
 """What ``decide`` knows to do; see its docstring."""
@@ -136,25 +136,19 @@ def _gain_parts_kernel(
     hidden_row = hidden_ptr + tl.where(wanted, row, 0) * hidden_stride
     w1_row = w1_ptr + j.to(tl.int64) * HIDDEN
     h = tl.arange(0, BLOCK_H)
-    if BLOCK_R == 1:
-        products = tl.zeros([BLOCK_M, BLOCK_H], tl.float32)
-        for start in range(0, HIDDEN, BLOCK_H):
-            column = start + h
-            inside = column < HIDDEN
-            states = tl.load(hidden_row[:, None] + column[None, :], mask=wanted[:, None] & inside[None, :], other=0.0)
-            element = is_middle[:, None] & inside[None, :]
-            weights = tl.load(w1_row[:, None] + column[None, :], mask=element, other=0.0)
-            products += weights.to(tl.float32) * states.to(tl.float32)
-        total = tl.sum(products, axis=1)[None, :]
-    else:
-        total = tl.zeros([BLOCK_R, BLOCK_M], tl.float32)
-        for start in range(0, HIDDEN, BLOCK_H):
-            column = start + h
-            inside = column < HIDDEN
-            states = tl.load(hidden_row[:, None] + column[None, :], mask=wanted[:, None] & inside[None, :], other=0.0)
-            element = is_middle[:, None] & inside[None, :]
-            weights = tl.load(w1_row[:, None] + column[None, :], mask=element, other=0.0)
+    total = tl.zeros([BLOCK_M, BLOCK_H], tl.float32) if BLOCK_R == 1 else tl.zeros([BLOCK_R, BLOCK_M], tl.float32)
+    for start in range(0, HIDDEN, BLOCK_H):
+        column = start + h
+        inside = column < HIDDEN
+        states = tl.load(hidden_row[:, None] + column[None, :], mask=wanted[:, None] & inside[None, :], other=0.0)
+        element = is_middle[:, None] & inside[None, :]
+        weights = tl.load(w1_row[:, None] + column[None, :], mask=element, other=0.0)
+        if BLOCK_R == 1:
+            total += weights.to(tl.float32) * states.to(tl.float32)
+        else:
             total += tl.dot(states.to(OPERAND), tl.trans(weights.to(OPERAND)), input_precision=PRECISION)
+    if BLOCK_R == 1:
+        total = tl.sum(total, axis=1)[None, :]
 
     total += tl.load(b1_ptr + j, mask=is_middle, other=0.0)[None, :]
     active = 0.5 * total * (1.0 + tl.erf(total * 0.7071067811865476))
@@ -249,16 +243,9 @@ def gain_parts(
         BLOCK_M=tiles.middle,
         BLOCK_H=tiles.hidden,
         PRECISION="ieee" if is_exact else "tf32",
-        OPERAND=_operand_type(hidden_states.dtype),
+        OPERAND=operand_type(hidden_states.dtype),
     )
     return blocks
-
-
-def _operand_type(dtype: torch.dtype) -> tl.dtype:
-    """What the tensor cores multiply: the inputs' own type. The interpreter would multiply bfloat16's bits."""
-    if not runs_kernels():
-        return tl.float32
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]
 
 
 class Rule(NamedTuple):

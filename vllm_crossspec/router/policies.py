@@ -27,7 +27,7 @@ class PolicyKind(NamedTuple):
     takes_threshold: bool = False
 
 
-_KINDS = {
+KINDS = {
     kind.name: kind
     for kind in (
         PolicyKind("fixed", "always the same drafter"),
@@ -55,15 +55,10 @@ _KINDS = {
 }
 
 
-def policy_names() -> tuple[str, ...]:
-    """Names of all policies."""
-    return tuple(_KINDS)
-
-
 def policy_kind(name: str, key: str) -> PolicyKind:
     """The policy called ``name``.
 
     Raises:
         ValueError: there is none; the sentence names ``key`` and the nearest policy.
     """
-    return look_up(name, _KINDS, key, "routing policy")
+    return look_up(name, KINDS, key, "routing policy")

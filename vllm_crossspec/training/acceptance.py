@@ -4,12 +4,12 @@ A greedy response is the target's own greedy path, so the drafts made at every p
 text itself; the rounds of a decoding run are then found by walking over these places.
 """
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
+from vllm_crossspec.files import write_json
 from vllm_crossspec.training.generations import Batch, Generation, at, collate
 
 # (batch, anchors int64 [B, A]) -> drafted tokens int64 [B, A, K]
@@ -65,7 +65,7 @@ def _summary(rounds: dict[str, list[int]], num_drafts: int) -> dict[str, float]:
 
 def report(title: str, figures: dict[str, float], path: Path) -> dict[str, float]:
     """Print the acceptance by category and by position, and store it as JSON at ``path``."""
-    path.write_text(json.dumps({key: round(value, 4) for key, value in figures.items()}, indent=1) + "\n")
+    write_json(path, {key: round(value, 4) for key, value in figures.items()}, indent=1)
     if not figures:
         print(f"{title}: no held-out responses (dev-*.jsonl.gz), so no acceptance was measured")
         return figures

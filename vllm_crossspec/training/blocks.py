@@ -5,7 +5,6 @@ h query heads, k key/value heads, D head size, H hidden size.
 """
 
 import contextlib
-import json
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -15,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import nn
+
+from vllm_crossspec.files import write_json
 
 
 class RMSNorm(nn.Module):
@@ -262,4 +263,4 @@ def write_drafter(folder: Path, config: dict[str, Any], tensors: dict[str, torch
     }
     with replacing(folder) as fresh:
         save_file(half, fresh / "model.safetensors", metadata={"format": "pt"})
-        (fresh / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_json(fresh / "config.json", config)

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from vllm_crossspec.files import replacing, write_json
+
 
 class Generation(NamedTuple):
     """One prompt and what the target answered to it, as token ids.
@@ -58,12 +60,10 @@ def at(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 def write_shard(path: Path, rows: Iterable[Generation]) -> None:
     """Write one shard atomically: a file with the final name is always whole."""
-    fresh = path.with_name(path.name + ".new")
     # mtime=0 keeps the bytes of equal shards equal.
-    with gzip.GzipFile(fresh, "wb", mtime=0) as stream:
+    with replacing(path) as partial, gzip.GzipFile(partial, "wb", mtime=0) as stream:
         for row in rows:
             stream.write((json.dumps(row._asdict(), separators=(",", ":")) + "\n").encode())
-    fresh.replace(path)
 
 
 def read_generations(folder: Path, split: str, vocab_size: int) -> list[Generation]:
@@ -125,7 +125,7 @@ def claim(out: Path, record: str, settings: dict[str, Any], may_change: Collecti
         other = sorted(key for key in keys if settings.get(key) != old.get(key))
         if other:
             raise ValueError(f"--out {out} is of a run with other {', '.join(other)}; give another folder or --restart")
-    path.write_text(json.dumps(settings, indent=1) + "\n")
+    write_json(path, settings, indent=1)
 
 
 def collate(rows: Sequence[Generation]) -> Batch:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from vllm_crossspec.files import replacing
+
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig:
@@ -148,8 +150,8 @@ class Trainer:
             "log": self.log,
             "config": asdict(self.config),
         }
-        torch.save(state, self.out / "state.pt.new")
-        (self.out / "state.pt.new").replace(self.out / "state.pt")
+        with replacing(self.out / "state.pt") as partial:
+            torch.save(state, partial)
         (self.out / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in self.log))
         draw_loss(self.log, self.out / "loss.png")
 

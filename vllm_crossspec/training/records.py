@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load_file
 
+from vllm_crossspec.files import write_json
 from vllm_crossspec.shards import FORMAT_VERSION, Steps, joined_steps, read_shards
 from vllm_crossspec.shards import write_shard as write_file
 
@@ -248,9 +249,7 @@ def claim(folder: Path, settings: Mapping[str, Any], index_file: str = INDEX_FIL
     content = {"format_version": FORMAT_VERSION, **json.loads(json.dumps(settings))}
     if not index.is_file():
         folder.mkdir(parents=True, exist_ok=True)
-        new = index.with_suffix(".new")
-        new.write_text(json.dumps(content, indent=1) + "\n")
-        new.replace(index)
+        write_json(index, content, indent=1)
         return
     found = _read_json(index)
     for name in sorted({*content, *found}):

@@ -1,9 +1,8 @@
-"""The registry of tree builders: a kind of tree is one entry here and one module beside it, imported when asked for."""
+"""The registry of tree builders: a kind of tree is one entry here and one module beside it."""
 
 from collections.abc import Mapping
-from importlib import import_module
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from vllm_crossspec.names import look_up
 
@@ -21,46 +20,27 @@ class TreeKind(NamedTuple):
 
     Attributes:
         name: as users write it.
-        builder: ``module:name`` of the function or class that builds it.
         needs: what a drafter must yield for it.
         defaults: settings that it takes, with the values that stand where the user gives none.
     """
 
     name: str
-    builder: str
     needs: Supply
     defaults: Mapping[str, int | float]
 
-    def load_builder(self) -> Any:
-        """The builder; imports Triton."""
-        module, _, name = self.builder.partition(":")
-        return getattr(import_module(module), name)
 
-
-_KINDS = {
+KINDS = {
     kind.name: kind
     for kind in (
-        TreeKind(
-            name="chain",
-            builder="vllm_crossspec.tree.chain:chain",
-            needs="tokens",
-            defaults=MappingProxyType({}),
-        ),
-        TreeKind(
-            name="dynamic",
-            builder="vllm_crossspec.tree.dynamic:DynamicTree",
-            needs="levels",
-            defaults=MappingProxyType({"depth": 8, "top_k": 10, "num_nodes": 60}),
-        ),
+        TreeKind(name="chain", needs="tokens", defaults=MappingProxyType({})),
+        TreeKind(name="dynamic", needs="levels", defaults=MappingProxyType({"depth": 8, "top_k": 10, "num_nodes": 60})),
         TreeKind(
             name="best_first",
-            builder="vllm_crossspec.tree.best_first:best_first",
             needs="marginals",
             defaults=MappingProxyType({"num_nodes": 60, "ngram_weight": 0.5}),
         ),
         TreeKind(
             name="continuity",
-            builder="vllm_crossspec.tree.continuity:ContinuityTree",
             needs="marginals",
             # The paper's, appendix D.
             defaults=MappingProxyType(
@@ -78,15 +58,10 @@ _KINDS = {
 }
 
 
-def tree_kinds() -> tuple[str, ...]:
-    """Names of all kinds of tree."""
-    return tuple(_KINDS)
-
-
 def tree_kind(name: str, key: str) -> TreeKind:
     """The kind called ``name``.
 
     Raises:
         ValueError: there is none; the sentence names ``key`` and the nearest kind.
     """
-    return look_up(name, _KINDS, key, "tree")
+    return look_up(name, KINDS, key, "tree")

@@ -13,18 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_crossspec.tree.dynamic import MAX_NODES, as_log_prob
 from vllm_crossspec.types import TokenTree
 
-MAX_NODES = 255
 _ROWS = tl.constexpr(256)
-
-
-@triton.jit
-def _as_log_prob(x):
-    # A NaN compares false and so counts as impossible; above 0 there is no probability, and a child that beats its
-    # parent would break the order.
-    x = x.to(tl.float32)
-    return tl.where(x > float("-inf"), tl.minimum(x, 0.0), float("-inf"))
 
 
 @triton.jit
@@ -54,7 +46,7 @@ def _best_first_kernel(
     slot = tl.arange(0, BLOCK)
 
     # The frontier, one entry a slot. key = (position * M + rank) * 256 + parent's row: one reduction fetches all three.
-    first = _as_log_prob(tl.load(log_probs_ptr))
+    first = as_log_prob(tl.load(log_probs_ptr))
     score = tl.where(slot == 0, first, float("-inf"))
     key = tl.zeros([BLOCK], tl.int32)
     parent_score = tl.zeros([BLOCK], tl.float32)
@@ -74,8 +66,8 @@ def _best_first_kernel(
         rank = (entry // _ROWS) % num_candidates
         here = log_probs_ptr + position.to(tl.int64) * log_probs_stride_k
         has_sibling = (rank + 1 < num_candidates) & (position < num_positions)
-        sibling = _as_log_prob(tl.load(here + rank + 1, mask=has_sibling, other=float("-inf")))
-        child = _as_log_prob(tl.load(here + log_probs_stride_k, mask=position + 1 < num_positions, other=float("-inf")))
+        sibling = as_log_prob(tl.load(here + rank + 1, mask=has_sibling, other=float("-inf")))
+        child = as_log_prob(tl.load(here + log_probs_stride_k, mask=position + 1 < num_positions, other=float("-inf")))
 
         # The sibling takes the place of the entry that left, the child a new one.
         score = tl.where(taken, tl.where(top > float("-inf"), above + sibling, float("-inf")), score)
@@ -120,13 +112,7 @@ def best_first(*, log_probs: torch.Tensor, tokens: torch.Tensor, num_nodes: int,
         tokens,
         tokens.stride(0),
         tokens.stride(1),
-        out.tokens,
-        out.tokens.stride(0),
-        out.parents,
-        out.parents.stride(0),
-        out.log_probs,
-        out.log_probs.stride(0),
-        out.sizes,
+        *out.arguments,
         num_positions,
         num_candidates,
         num_nodes,

@@ -253,15 +253,19 @@ class ContinuityTree:
         self.num_nodes, self.depth, self.top_k, self.beam_width = num_nodes, depth, top_k, beam_width
         self.max_num_reqs, self.scoring, self.backoff, self.num_stops = max_num_reqs, scoring, backoff, len(stop_tokens)
         self.store = store if scoring.ngram_weight else None
+        weights = [scoring.logit_weight(level) for level in range(depth)]
+        self._weights = torch.tensor(weights, dtype=torch.float64, device=device)
+        self._stop_tokens = torch.tensor(stop_tokens or (-1,), dtype=torch.int64, device=device)
+        self._make_buffers(max_num_reqs, device)
+
+    def _make_buffers(self, max_num_reqs: int, device: torch.device) -> None:
+        num_nodes, depth, top_k, beam_width = self.num_nodes, self.depth, self.top_k, self.beam_width
         longest = self.store.order - 1 if self.store is not None else 0
         most = top_k + (depth - 1) * beam_width * top_k
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        weights = [scoring.logit_weight(level) for level in range(depth)]
-        self._weights = torch.tensor(weights, dtype=torch.float64, device=device)
-        self._stop_tokens = torch.tensor(stop_tokens or (-1,), dtype=torch.int64, device=device)
         self._weighted = zeros(max_num_reqs * depth * top_k, dtype=torch.float32)
         self._ngram = zeros(max_num_reqs * beam_width * top_k if longest else 1, dtype=torch.float32)
         self._beam_scores = zeros(depth, max_num_reqs, beam_width, dtype=torch.float32)

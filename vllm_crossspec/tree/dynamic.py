@@ -39,7 +39,7 @@ class Beam(NamedTuple):
 
 
 @triton.jit
-def _as_log_prob(x):
+def as_log_prob(x):
     # A NaN compares false and so counts as impossible; above 0 there is no probability, and a child that beats its
     # parent would break the order.
     x = x.to(tl.float32)
@@ -88,7 +88,7 @@ def _expand_kernel(
     is_candidate = c < num_children
     beam = c // TOP_K
     source = row * log_probs_stride_r + beam * log_probs_stride_b + c % TOP_K
-    score = _as_log_prob(tl.load(log_probs_ptr + source, mask=is_candidate, other=float("-inf")))
+    score = as_log_prob(tl.load(log_probs_ptr + source, mask=is_candidate, other=float("-inf")))
     if not IS_FIRST:
         score += tl.load(beam_log_probs_ptr + before + beam, mask=is_candidate, other=0.0)
         # Below its own limit a request has no candidates, whatever the rest of the batch still grows.
@@ -274,13 +274,7 @@ def keep_best(pool: Pool, num_reqs: int, levels: int, top_k: int, out: TokenTree
         pool.ranks,
         pool.order,
         pool.order.stride(0),
-        out.tokens,
-        out.tokens.stride(0),
-        out.parents,
-        out.parents.stride(0),
-        out.log_probs,
-        out.log_probs.stride(0),
-        out.sizes,
+        *out.arguments,
         width,
         TOP_K=top_k,
         BEAM_WIDTH=beam_width,

@@ -4,7 +4,6 @@ Arguments, outputs and ties are those of the kernels. Sums are float32 and in th
 """
 
 import math
-from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -62,29 +61,6 @@ def best_first(*, log_probs: torch.Tensor, tokens: torch.Tensor, num_nodes: int,
                 frontier[best] = (torch.tensor(_NEVER), position, rank, parent, above)
             if position + 1 < num_positions:
                 frontier.append((score + scores[row, position + 1, 0], position + 1, 0, node + 1, score))
-
-
-def exhaustive(log_probs: torch.Tensor, num_nodes: int) -> list[tuple[float, tuple[int, ...]]]:
-    """Every prefix of one request's candidates, the ``num_nodes`` likeliest by falling log-probability.
-
-    Args:
-        log_probs: float [K, M], in any order; all M + M^2 + ... + M^K prefixes are looked at.
-        num_nodes: how many to keep; fewer come back where fewer are possible.
-
-    Returns:
-        (log-probability, ranks of the prefix) of each; of equal ones the shorter, then the smaller ranks first.
-    """
-    num_positions, num_candidates = log_probs.shape
-    scores = _as_log_prob(log_probs)
-    prefixes = []
-    for depth in range(1, num_positions + 1):
-        for ranks in product(range(num_candidates), repeat=depth):
-            total = torch.tensor(0.0)
-            for position, rank in enumerate(ranks):
-                total = total + scores[position, rank]
-            prefixes.append((float(total), ranks))
-    possible = [prefix for prefix in prefixes if prefix[0] > _NEVER]
-    return sorted(possible, key=lambda prefix: (-prefix[0], len(prefix[1]), prefix[1]))[:num_nodes]
 
 
 class DynamicTree:

@@ -5,6 +5,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_crossspec.types import TokenTree
+
 
 @triton.jit
 def _to_chain_kernel(
@@ -92,13 +94,7 @@ def to_chain(
     num_reqs = tokens.shape[0] if idx_mapping is None else idx_mapping.shape[0]
     num_nodes = tokens.shape[1]
     _to_chain_kernel[(num_reqs,)](
-        tokens,
-        tokens.stride(0),
-        parents,
-        parents.stride(0),
-        log_probs,
-        log_probs.stride(0),
-        sizes,
+        *TokenTree(tokens, parents, log_probs, sizes).arguments,
         chain_only,
         chain_only if idx_mapping is None else idx_mapping,
         num_nodes,

@@ -7,9 +7,8 @@ those of the kernels, whose own truth is :mod:`vllm_crossspec.tree.naive`.
 
 import torch
 
-from vllm_crossspec.ngram.lookup import EPSILON, check_backoff, look_up
-from vllm_crossspec.ngram.store import NgramStore
-from vllm_crossspec.tree.continuity import Scoring
+from vllm_crossspec.ngram.lookup import EPSILON, look_up
+from vllm_crossspec.tree import continuity
 from vllm_crossspec.tree.dynamic import Beam, Grown
 from vllm_crossspec.types import TokenTree
 
@@ -158,30 +157,11 @@ class DynamicTree:
         return self._beams[-1]
 
 
-class ContinuityTree:
+class ContinuityTree(continuity.ContinuityTree):
     """See :class:`vllm_crossspec.tree.continuity.ContinuityTree`."""
 
-    def __init__(
-        self,
-        *,
-        num_nodes: int,
-        depth: int,
-        top_k: int,
-        beam_width: int,
-        max_num_reqs: int,
-        device: torch.device,
-        scoring: Scoring,
-        store: NgramStore | None,
-        stop_tokens: tuple[int, ...] = (),
-        backoff: float | None = None,
-    ):
-        check_backoff(backoff)
-        self.num_nodes, self.depth, self.top_k, self.beam_width = num_nodes, depth, top_k, beam_width
-        self.scoring, self.backoff = scoring, backoff
-        self.store = store if scoring.ngram_weight else None
-        self._stop_tokens = torch.tensor(stop_tokens, dtype=torch.int64, device=device)
-        weights = [scoring.logit_weight(level) for level in range(depth)]
-        self._weights = torch.tensor(weights, dtype=torch.float64, device=device)
+    def _make_buffers(self, max_num_reqs: int, device: torch.device) -> None:
+        """Operations make their own."""
 
     def build(
         self, *, log_probs: torch.Tensor, tokens: torch.Tensor, contexts: torch.Tensor | None, out: TokenTree

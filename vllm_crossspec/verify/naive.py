@@ -2,6 +2,7 @@
 
 import torch
 
+from vllm_crossspec.contemplate.layout import verified_nodes
 from vllm_crossspec.verify.tail_attention import DenseTail, PagedTail, soft_words
 
 
@@ -32,7 +33,7 @@ def prepare_rows(
         root = seq_len - num_rows
         drafted = slot >= 0 and num_rows > 1
         proposed = drafted and root >= int(prefill_len[slot])
-        nodes = (num_rows - 2) // 2 if contemplates and num_rows > 1 else num_rows - 1
+        nodes = verified_nodes(num_rows - 1, contemplates)
         live = min(nodes, int(sizes[slot])) if proposed else 0
         num_live[request] = live
         prefix_len[request] = root if drafted else seq_len

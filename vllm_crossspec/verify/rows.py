@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_crossspec.contemplate.kernels import request_rows
 from vllm_crossspec.verify.tail_attention import soft_words
 
 ROWS_PER_PROGRAM = 32
@@ -47,21 +48,18 @@ def _prepare_rows_kernel(
     known = slot >= 0
     slot = tl.maximum(slot, 0)
     seq_len = tl.load(seq_lens_ptr + request)
-    num_rows = tl.load(cu_rows_ptr + request + 1) - tl.load(cu_rows_ptr + request)
+    first, num_rows, nodes = request_rows(query_start_loc_ptr, cu_rows_ptr, request)
     drafted = known & (num_rows > 1)
     root = seq_len - num_rows  # KV index of row 0, which is its position
     # Drafts of a step that begins inside the prompt are the scheduler's padding: nobody proposed them.
     proposed = drafted & (root >= tl.load(prefill_len_ptr + slot))
-    nodes = num_rows - 1
-    if CONTEMPLATES:
-        # Where the scheduler left an odd number of rows for nodes and contemplate tokens, the last one stands for none.
-        nodes = tl.maximum(num_rows - 2, 0) // 2
+    if not CONTEMPLATES:
+        nodes = num_rows - 1
     live = tl.where(proposed, tl.minimum(nodes, tl.load(sizes_ptr + slot)), 0)
     if block == 0:
         tl.store(num_live_ptr + request, live)
         tl.store(prefix_len_ptr + request, tl.where(drafted, root, seq_len))
     if drafted & (block * ROWS < num_rows):
-        first = (tl.load(query_start_loc_ptr + request + 1) - num_rows).to(tl.int64)
         row = block * ROWS + tl.arange(0, ROWS)
         word = tl.arange(0, WORDS)
         node = row

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_crossspec.twins import runs_kernels
+from vllm_crossspec.twins import operand_type
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # powers of two are what the hardware computes
 
@@ -329,7 +329,7 @@ def tail_attention(
         SOFT=num_soft,
         SOFT_N=min(block_n, max(16, triton.next_power_of_2(num_soft))),
         PRECISION="ieee" if exact else "tf32",
-        OPERAND=_operand_type(query.dtype),
+        OPERAND=operand_type(query.dtype),
         num_warps=4,
         num_stages=2,
     )
@@ -338,10 +338,3 @@ def tail_attention(
 def soft_words(num_soft: int) -> int:
     """Words of a row's mask that say which of ``num_soft`` soft prompts it sees; its last ones."""
     return -(-num_soft // 32)
-
-
-def _operand_type(dtype: torch.dtype) -> tl.dtype:
-    """What the tensor cores multiply: the inputs' own type. The interpreter would multiply bfloat16's bits."""
-    if not runs_kernels():
-        return tl.float32
-    return {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}[dtype]

@@ -15,8 +15,6 @@ ARCHITECTURE = "ConfuSpeculator"
 """The name of the model, by which vLLM finds ours."""
 MODEL_TYPE = "confu"
 """``speculators_model_type`` of these checkpoints."""
-DEFAULT_DRAFT_TOKENS = 5
-"""K where neither the user nor the checkpoint names one."""
 
 _REMEDY = "train one with `crossspec train confu`"
 
@@ -73,9 +71,7 @@ def read_facts(config: dict[str, Any], key: str, target: TargetFacts) -> Drafter
         vocab_size=vocab_size,
         draft_vocab_size=config.get("draft_vocab_size") or vocab_size,
         target_layers=tuple(sorted(require(config, "eagle_aux_hidden_state_layer_ids", key))),
-        max_draft_tokens=None,
-        default_draft_tokens=proposal_tokens(config) or DEFAULT_DRAFT_TOKENS,
-        mask_token_id=None,
+        default_draft_tokens=proposal_tokens(config),
     )
 
 

@@ -41,5 +41,4 @@ def read_facts(config: dict[str, Any], key: str, target: TargetFacts) -> Drafter
         target_layers=default_target_layers(target.num_layers),
         max_draft_tokens=draft_length + 1,
         default_draft_tokens=draft_length + 1,
-        mask_token_id=None,
     )

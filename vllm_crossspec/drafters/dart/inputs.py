@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_crossspec.types import StepInputs
+
 PAD_SLOT = -1
 """The cache slot of rows that write nothing."""
 
@@ -176,18 +178,8 @@ def _query_rows_kernel(
 
 
 def prepare_rows(
+    step: StepInputs,
     *,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    longest: int,
-    num_sampled: torch.Tensor,
-    num_rejected: torch.Tensor,
-    last_sampled: torch.Tensor,
-    next_prefill_tokens: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int,
     num_queries: int,
@@ -199,14 +191,7 @@ def prepare_rows(
     """Fill ``out`` for a batch; two launches, whatever the batch.
 
     Args:
-        input_ids, positions: int32 and int64 [T] of the target's rows, the accepted ones first in each request.
-        query_start_loc: int32 [R + 1] of the target's rows.
-        idx_mapping: int [R] slot of each request.
-        longest: most target rows of a request.
-        num_sampled: int32 [R]; 0 inside a prompt.
-        num_rejected: int32 [R] target rows at the end of a request that were rejected.
-        last_sampled: int64 [S]; next_prefill_tokens: int [S] or [1, S], the token after the last one.
-        temperature, seeds: [S].
+        step: in the target's rows of each request the accepted ones come first.
         block_table: int32 [>= R, blocks] of the drafter's cache group.
         block_size: tokens of a block.
         num_queries: K.
@@ -216,8 +201,7 @@ def prepare_rows(
         takes_last: whether the last accepted entry is to be cached as context, too (no query rows will follow).
         out: written.
     """
-    num_reqs, num_slots = idx_mapping.shape[0], out.entry_rows.shape[0]
-    num_blocks = block_table.shape[1]
+    batch, num_slots, num_blocks = step.batch, out.entry_rows.shape[0], block_table.shape[1]
     _query_rows_kernel[(num_slots,)](
         out.entry_rows,
         out.entry_tokens,
@@ -229,20 +213,20 @@ def prepare_rows(
         out.request_slots,
         out.temperature,
         out.seeds,
-        positions,
-        query_start_loc,
-        idx_mapping,
-        last_sampled,
-        next_prefill_tokens,
-        num_sampled,
-        num_rejected,
-        temperature,
-        seeds,
+        batch.positions,
+        batch.query_start_loc,
+        batch.idx_mapping,
+        step.last_sampled,
+        step.next_prefill_tokens,
+        step.num_sampled,
+        step.num_rejected,
+        step.temperature,
+        step.seeds,
         block_table,
         block_table.stride(0),
         num_blocks,
         block_size,
-        num_reqs,
+        batch.num_reqs,
         num_queries,
         min(out.positions.shape[0], out.slots.shape[0]),
         kept,
@@ -250,17 +234,18 @@ def prepare_rows(
         BLOCK=triton.next_power_of_2(num_queries),
         num_warps=1,
     )
+    longest = int(batch.num_scheduled_tokens.max())
     longest = min(longest, kept) if kept else longest
     # Two sizes: each is compiled anew, and a chunk of a prompt can be of any length.
     block = 64 if longest <= 64 else 256
-    _context_rows_kernel[(num_reqs, triton.cdiv(longest, block))](
+    _context_rows_kernel[(batch.num_reqs, triton.cdiv(longest, block))](
         out.context_positions,
         out.context_tokens,
         out.context_slots,
-        input_ids,
-        positions,
-        query_start_loc,
-        num_rejected,
+        batch.input_ids,
+        batch.positions,
+        batch.query_start_loc,
+        step.num_rejected,
         out.entry_tokens,
         block_table,
         block_table.stride(0),

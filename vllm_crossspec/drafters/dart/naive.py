@@ -3,21 +3,12 @@
 import torch
 
 from vllm_crossspec.drafters.dart.inputs import PAD_SLOT, DartRows
+from vllm_crossspec.types import StepInputs
 
 
 def prepare_rows(
+    step: StepInputs,
     *,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    longest: int,
-    num_sampled: torch.Tensor,
-    num_rejected: torch.Tensor,
-    last_sampled: torch.Tensor,
-    next_prefill_tokens: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
     block_table: torch.Tensor,
     block_size: int,
     num_queries: int,
@@ -33,18 +24,17 @@ def prepare_rows(
         number = int(block_table[request, block]) if block < block_table.shape[1] else 0
         return number * block_size + position % block_size if number else PAD_SLOT
 
-    num_reqs = idx_mapping.shape[0]
+    batch, positions = step.batch, step.batch.positions
     _clear(out)
-    next_prefill_tokens = next_prefill_tokens.flatten()
-    for request, slot in enumerate(idx_mapping.tolist()):
-        start, end = query_start_loc[request : request + 2].tolist()
-        last = end - int(num_rejected[request]) - 1
-        token = int((last_sampled if num_sampled[request] > 0 else next_prefill_tokens)[slot])
+    for request, slot in enumerate(batch.idx_mapping[: batch.num_reqs].tolist()):
+        start, end = batch.query_start_loc[request : request + 2].tolist()
+        last = end - int(step.num_rejected[request]) - 1
+        token = int((step.last_sampled if step.num_sampled[request] > 0 else step.next_prefill_tokens.flatten())[slot])
         first = request * kept if kept else start
         for row in range(start, min(end, start + kept) if kept else end):
             place, is_accepted = first + row - start, row <= last
             position = int(positions[row])
-            following = token if row == last else int(input_ids[row + 1]) if is_accepted else 0
+            following = token if row == last else int(batch.input_ids[row + 1]) if is_accepted else 0
             writes = row <= last if takes_last else row < last
             out.context_positions[place] = position if is_accepted else 0
             out.context_tokens[place] = following
@@ -58,8 +48,8 @@ def prepare_rows(
             out.predicted_positions[row], out.request_slots[row] = position + 2, slot
         out.seq_lens[request] = min(int(positions[last]) + num_queries, max_model_len)
         out.query_start_loc[request] = request * num_queries
-        out.temperature[slot], out.seeds[slot] = temperature[slot], seeds[slot]
-    out.query_start_loc[num_reqs:] = num_reqs * num_queries
+        out.temperature[slot], out.seeds[slot] = step.temperature[slot], step.seeds[slot]
+    out.query_start_loc[batch.num_reqs :] = batch.num_reqs * num_queries
 
 
 def _clear(out: DartRows) -> None:

@@ -5,9 +5,6 @@ from typing import Any
 from vllm_crossspec.drafters.checkpoint import require
 from vllm_crossspec.types import DrafterFacts, TargetFacts
 
-DEFAULT_DRAFT_TOKENS = 5
-"""K where the user names none."""
-
 _OF_OTHER_DRAFTERS = (
     "speculators_model_type", "draft_vocab_size", "dflash_config", "draft_length", "eagle_config", "n_predict",
 )  # fmt: skip
@@ -48,9 +45,6 @@ def read_facts(config: dict[str, Any], key: str, target: TargetFacts) -> Drafter
         vocab_size=vocab_size,
         draft_vocab_size=vocab_size,
         target_layers=(),
-        max_draft_tokens=None,
-        default_draft_tokens=DEFAULT_DRAFT_TOKENS,
-        mask_token_id=None,
     )
 
 

@@ -14,6 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_crossspec.types import StepInputs
+
 NUM_ROWS = 2
 """Rows of a request."""
 NOBODY = -1
@@ -103,34 +105,17 @@ def _prepare_pairs_kernel(
         tl.store(query_start_loc_ptr + request + 1, 2 * num_reqs)
 
 
-def prepare_pairs(
-    *,
-    input_ids: torch.Tensor,
-    positions: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    idx_mapping: torch.Tensor,
-    num_sampled: torch.Tensor,
-    num_rejected: torch.Tensor,
-    last_sampled: torch.Tensor,
-    temperature: torch.Tensor,
-    seeds: torch.Tensor,
-    max_model_len: int,
-    writes: bool,
-    out: PairRows,
-) -> None:
+def prepare_pairs(step: StepInputs, num_reqs: int, *, max_model_len: int, writes: bool, out: PairRows) -> None:
     """Fill ``out`` for a batch; one launch, whatever the batch.
 
     Args:
-        input_ids, positions: int32 and int64 [T] of the target's rows, the accepted ones first in each request.
-        query_start_loc: int32 [R + 1] of the target's rows.
-        idx_mapping: int [R] slot of each request.
-        num_sampled: int32 [R]; 0 inside a prompt.
-        num_rejected: int32 [R] target rows at the end of a request that were rejected.
-        last_sampled: int64 [S]; temperature, seeds: [S].
+        step: in the target's rows of each request the accepted ones come first.
+        num_reqs: R, requests to look at; the first ones of the batch.
         max_model_len: positions end before it.
         writes: False for rows whose keys and values must not be cached (dummy rounds).
         out: written.
     """
+    batch = step.batch
     _prepare_pairs_kernel[(out.seq_lens.shape[0],)](
         out.input_ids,
         out.positions,
@@ -140,16 +125,16 @@ def prepare_pairs(
         out.request_slots,
         out.temperature,
         out.seeds,
-        input_ids,
-        positions,
-        query_start_loc,
-        idx_mapping,
-        num_sampled,
-        num_rejected,
-        last_sampled,
-        temperature,
-        seeds,
-        idx_mapping.shape[0],
+        batch.input_ids,
+        batch.positions,
+        batch.query_start_loc,
+        batch.idx_mapping,
+        step.num_sampled,
+        step.num_rejected,
+        step.last_sampled,
+        step.temperature,
+        step.seeds,
+        num_reqs,
         min(out.input_ids.shape[0], out.positions.shape[0]),
         max_model_len,
         WRITES=writes,

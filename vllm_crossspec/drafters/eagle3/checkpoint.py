@@ -5,9 +5,6 @@ from typing import Any
 from vllm_crossspec.drafters.checkpoint import layer_config, proposal_tokens, require
 from vllm_crossspec.types import DrafterFacts, TargetFacts
 
-DEFAULT_DRAFT_TOKENS = 5
-"""K where neither the user nor the checkpoint names one."""
-
 
 def default_target_layers(num_layers: int) -> tuple[int, int, int]:
     """The low, middle and high layer that EAGLE-3 taps where its config names none (vLLM's numbering)."""
@@ -38,7 +35,5 @@ def read_facts(config: dict[str, Any], key: str, target: TargetFacts) -> Drafter
         vocab_size=vocab_size,
         draft_vocab_size=config.get("draft_vocab_size") or vocab_size,
         target_layers=tuple(sorted(layers or default_target_layers(target.num_layers))),
-        max_draft_tokens=None,
-        default_draft_tokens=proposal_tokens(config) or DEFAULT_DRAFT_TOKENS,
-        mask_token_id=None,
+        default_draft_tokens=proposal_tokens(config),
     )

@@ -30,7 +30,7 @@ from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.engine.features.base import Feature
 from vllm_crossspec.engine.step import Step
 from vllm_crossspec.twins import runs_kernels
-from vllm_crossspec.types import Futures
+from vllm_crossspec.types import AcceptedPaths, Futures
 
 logger = init_logger("vllm.crossspec")
 
@@ -234,10 +234,7 @@ class Contemplate(Feature):
             final_states=final_states,
             taps=[step.tapped[i] for i in self.taps],
             idx_mapping=batch.idx_mapping,
-            query_start_loc=batch.query_start_loc,
-            cu_rows=step.cu_rows,
-            num_sampled=state.num_sampled,
-            path=state.path,
+            paths=AcceptedPaths(batch.query_start_loc, step.cu_rows, state.num_sampled, state.path),
             router=mixture.router,
             experts=mixture.experts,
             top=mixture.top,

@@ -18,6 +18,7 @@ from vllm_crossspec.kv_compaction.kernels import (
     make_kv_layers,
     restore_rows,
 )
+from vllm_crossspec.types import AcceptedPaths
 
 NATIVE_PROCESSORS = 3
 """vLLM's own logits processors (bias, penalties, bad words); the rest are the user's."""
@@ -119,14 +120,9 @@ class Trees(Feature):
         if not step.has_drafts:
             return
         state, batch = self.runner.draft_state, step.batch
-        path = {
-            "query_start_loc": batch.query_start_loc,
-            "cu_num_logits": step.cu_rows,
-            "num_sampled": state.num_sampled,
-            "path": state.path,
-        }
-        compact_kv(self._kv_layers, **path, slot_mappings=self.runner.block_tables.slot_mappings)
+        paths = AcceptedPaths(batch.query_start_loc, step.cu_rows, state.num_sampled, state.path)
+        compact_kv(self._kv_layers, paths, self.runner.block_tables.slot_mappings)
         states = [final_states, *step.tapped]
         for first in range(0, len(states), MAX_TENSORS):
-            compact_rows(states[first : first + MAX_TENSORS], **path)
-        restore_rows(**path, seq_lens=batch.seq_lens, positions=batch.positions, input_ids=batch.input_ids)
+            compact_rows(states[first : first + MAX_TENSORS], paths)
+        restore_rows(paths, seq_lens=batch.seq_lens, positions=batch.positions, input_ids=batch.input_ids)

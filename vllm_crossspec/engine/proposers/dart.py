@@ -123,19 +123,9 @@ class DartProposer(DFlashProposer):
         return num_rows
 
     def _prepare_rows(self, step: StepInputs, kept: int, takes_last: bool) -> None:
-        batch, tables, group = step.batch, self.block_tables, self.draft_kv_cache_group_id
+        tables, group = self.block_tables, self.draft_kv_cache_group_id
         prepare_rows(
-            input_ids=batch.input_ids,
-            positions=batch.positions,
-            query_start_loc=batch.query_start_loc,
-            idx_mapping=batch.idx_mapping[: batch.num_reqs],
-            longest=int(batch.num_scheduled_tokens.max()),
-            num_sampled=step.num_sampled,
-            num_rejected=step.num_rejected,
-            last_sampled=step.last_sampled,
-            next_prefill_tokens=step.next_prefill_tokens,
-            temperature=step.temperature,
-            seeds=step.seeds,
+            step,
             block_table=tables.input_block_tables[group],
             block_size=tables.block_sizes[group],
             num_queries=self.num_query_per_req,

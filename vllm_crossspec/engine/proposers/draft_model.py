@@ -155,17 +155,10 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
         self._prefill(num_reqs, desc.num_tokens, metadata, slots, how.tokens_across_dp)
 
     def _fill_rows(self, step: StepInputs, num_reqs: int) -> None:
-        batch, buffers = step.batch, self.input_buffers
+        buffers = self.input_buffers
         prepare_pairs(
-            input_ids=batch.input_ids,
-            positions=batch.positions,
-            query_start_loc=batch.query_start_loc,
-            idx_mapping=batch.idx_mapping[:num_reqs],
-            num_sampled=step.num_sampled,
-            num_rejected=step.num_rejected,
-            last_sampled=step.last_sampled,
-            temperature=step.temperature,
-            seeds=step.seeds,
+            step,
+            num_reqs,
             max_model_len=self.max_model_len,
             # The slots that a dummy batch names may be others' by now.
             writes=not step.options.get("dummy_run", False),

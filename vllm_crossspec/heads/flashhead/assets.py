@@ -8,14 +8,13 @@
 Published folders hold the model beside them; what :func:`save_assets` writes has the clusters alone.
 """
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
+from vllm_crossspec.files import open_tensors, replacing, write_json
 from vllm_crossspec.heads.flashhead.embedding import read_json
 
 CONFIG_FILE, TENSORS_FILE, ASSETS_FOLDER = "config.json", "clustering_cache.safetensors", "flash_head_assets"
@@ -84,17 +83,16 @@ def save_assets(folder: str | Path, assets: Assets) -> None:
         "centroids": assets.centroids.detach().cpu().t().contiguous()[None, None],
         "cluster_assignments": assets.assignments.cpu(),
     }
-    path = folder / ASSETS_FOLDER / TENSORS_FILE
     # Not by safetensors' own writer: its files are their owner's alone.
-    path.with_suffix(".partial").write_bytes(save(tensors))
-    path.with_suffix(".partial").replace(path)
+    with replacing(folder / ASSETS_FOLDER / TENSORS_FILE) as partial:
+        partial.write_bytes(save(tensors))
     content = {
         FOLDER_KEY: ASSETS_FOLDER,
         "flash_head_special_token_ids": list(assets.special_token_ids),
         "n_probes": assets.num_probes,
         FACTS_KEY: assets.facts,
     }
-    (folder / CONFIG_FILE).write_text(json.dumps(content, indent=2) + "\n")
+    write_json(folder / CONFIG_FILE, content)
 
 
 def check_out(folder: Path, key: str = "--out") -> None:
@@ -125,14 +123,12 @@ def read_assets(
             model's clusters, clusters of unequal size, values that are no numbers.
     """
     path, config = _locate(Path(folder).expanduser(), key)
-    try:
-        with safe_open(path, framework="pt") as file:
-            _check_shapes(file, f"{key}: {path}", vocab_size, hidden_size)
-            centroids = file.get_tensor("centroids")[0, 0].t().contiguous()
-            assignments = file.get_tensor("cluster_assignments").long()
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{key}: {path} is damaged or cut short ({error}); copy it again") from None
-    members = _check_values(centroids, assignments, f"{key}: {path}")
+    where = f"{key}: {path}"
+    with open_tensors(path, where) as file:
+        _check_shapes(file, where, vocab_size, hidden_size)
+        centroids = file.get_tensor("centroids")[0, 0].t().contiguous()
+        assignments = file.get_tensor("cluster_assignments").long()
+    members = _check_values(centroids, assignments, where)
     special = _special_ids(config, len(assignments), key)
     return Assets(centroids, members, special, _num_probes(config, len(members), key), dict(config.get(FACTS_KEY, {})))
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+
+from vllm_crossspec.files import open_tensors
 
 _OUTPUT, _INPUT = ("lm_head.weight", "embed_out.weight", "output.weight"), ("embed_tokens.weight", "wte.weight")
 _STOPS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -66,14 +67,11 @@ def own_output(folder: Path, key: str, may_be_tied: bool = True) -> tuple[Path, 
 @contextlib.contextmanager
 def open_rows(file: Path, name: str, key: str) -> Iterator[Any]:
     """A tensor of a file, of which ``[a:b]`` reads some rows and ``[:]`` all."""
-    try:
-        if file.suffix == ".bin":
-            yield _load_bin(file, key)[name]
-            return
-        with safe_open(file, framework="pt") as opened:
-            yield opened.get_slice(name)
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{key} {file} is damaged or cut short ({error}); copy it again") from None
+    if file.suffix == ".bin":
+        yield _load_bin(file, key)[name]
+        return
+    with open_tensors(file, f"{key} {file}") as opened:
+        yield opened.get_slice(name)
 
 
 def read_target_ids(folder: Path, key: str = "MODEL") -> torch.Tensor | None:
@@ -118,11 +116,8 @@ def tensor_files(folder: Path, key: str) -> dict[str, Path]:
     """
     places: dict[str, Path] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                places |= dict.fromkeys(opened.keys(), file)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{key} {file} is damaged or cut short ({error}); copy it again") from None
+        with open_tensors(file, f"{key} {file}") as opened:
+            places |= dict.fromkeys(opened.keys(), file)
     if not places:
         for file in sorted(folder.glob("*.bin")):
             places |= dict.fromkeys(_load_bin(file, key), file)

@@ -1,0 +1,70 @@
+"""Files that appear whole or not at all, and one sentence where what is read is damaged."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from safetensors import SafetensorError, safe_open
+
+Parsed = TypeVar("Parsed")
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A path beside ``path`` to write to; it takes the place of ``path`` in one rename, once all is written."""
+    partial = path.with_name(path.name + ".partial")
+    yield partial
+    partial.replace(path)
+
+
+def write_json(path: Path, content: Any, indent: int = 2) -> None:
+    """Write JSON for readers, whole or not at all."""
+    with replacing(path) as partial:
+        partial.write_text(json.dumps(content, indent=indent) + "\n")
+
+
+@contextlib.contextmanager
+def open_tensors(path: Path, where: str) -> Iterator[Any]:
+    """A file of safetensors; ``where`` begins the sentence of the ValueError that a damaged one raises."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{where} is damaged or cut short ({error}); copy it again") from None
+
+
+def read_versioned(
+    path: Path,
+    version: int,
+    *,
+    where: str,
+    remedy: str,
+    parse: Callable[[dict[str, Any]], Parsed],
+    disagreement: Callable[[Parsed], str | None],
+) -> Parsed:
+    """What ``parse`` makes of a JSON file of ours; ``disagreement`` says what of that does not hang together, if any.
+
+    Raises:
+        ValueError: one sentence that begins with ``where`` and names ``remedy``, the command that writes such files: no
+            JSON, another ``format_version``, a missing entry, one of another kind, or a disagreement.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+        raise ValueError(f"{where}: {path} is not valid JSON ({problem}); {remedy} again") from None
+    found = content.get("format_version") if isinstance(content, dict) else None
+    if found != version:
+        raise ValueError(f"{where}: {path} has format_version {found}, this version reads {version}; {remedy} again")
+    try:
+        parsed = parse(content)
+    except KeyError as problem:
+        raise ValueError(f"{where}: {path} has no {problem}; {remedy} again") from None
+    except (TypeError, ValueError) as problem:
+        what = f"{path} holds something of another kind than expected ({problem})"
+        raise ValueError(f"{where}: {what}; {remedy} again") from None
+    wrong = disagreement(parsed)
+    if wrong:
+        raise ValueError(f"{where}: {wrong} in {path}; {remedy} again")
+    return parsed
