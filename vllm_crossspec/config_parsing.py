@@ -103,9 +103,8 @@ def parse(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSpecConf
 
 def _check(config: CrossSpecConfig) -> CrossSpecConfig:
     """Refuse what does not go together, as far as it can be seen without the checkpoints."""
-    single = config.method not in META_METHODS
     for name, drafter in config.drafters.items():
-        path = "speculative_config." + ("" if single else f"drafters.{name}.")
+        path = config.path_of(name)
         kind = drafter_kind(drafter.kind, path + "type")
         if not kind.can_share and len(config.drafters) > 1:
             raise ValueError(

@@ -147,9 +147,9 @@ class Eagle3TreeProposer(Eagle3Proposer):
         assert self.level_cudagraph_manager is not None
         graphs = [(self.level_cudagraph_manager, self._grow)]
         graphs += [(m, functools.partial(self._extend, extension)) for extension, m in self.extension_managers.items()]
-        for manager, forward in graphs:
+        for manager, grow in graphs:
             manager.capture(
-                forward,
+                functools.partial(_captured, grow),
                 self.input_buffers,
                 self.block_tables,
                 self.attn_groups,
@@ -174,9 +174,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
         idx_mapping: torch.Tensor,
         temperature: torch.Tensor,
         seeds: torch.Tensor,
-        draft_step: torch.Tensor,
-        draft_logits: torch.Tensor | None,
-        spec_step_idx: int = 0,
+        *_: Any,
     ) -> torch.Tensor:
         """The root's candidates, kept for :meth:`_grow`; returns the first of them (arguments are vLLM's)."""
         num_reqs = hidden_states.shape[0]
@@ -207,7 +205,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
         metadata = None
         if not options.get("skip_attn_for_dummy_run", False):
             metadata = self._level_metadata(how.desc, num_reqs, step.batch.seq_lens_cpu_upper_bound)
-        arguments = (num_reqs, how.desc.num_tokens, metadata, None, how.tokens_across_dp)
+        arguments = (num_reqs, metadata, how.tokens_across_dp)
         if how.in_graph:
             assert self.level_cudagraph_manager is not None
             self.level_cudagraph_manager.run_fullgraph(how.desc)
@@ -247,13 +245,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
         )
 
     def _grow(
-        self,
-        num_reqs: int,
-        num_rows: int,
-        attn_metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, torch.Tensor] | None,
-        num_tokens_across_dp: torch.Tensor | None,
-        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        self, num_reqs: int, attn_metadata: dict[str, Any] | None, num_tokens_across_dp: torch.Tensor | None
     ) -> None:
         """All ordinary levels from the root's candidates on; no sync, so that a graph can hold it.
 
@@ -274,16 +266,10 @@ class Eagle3TreeProposer(Eagle3Proposer):
         self,
         extension: int,
         num_reqs: int,
-        num_rows: int,
         attn_metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, torch.Tensor] | None,
         num_tokens_across_dp: torch.Tensor | None,
-        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> None:
-        """So many levels beyond the ordinary ones, of which each request gets its own share, then the finished trees.
-
-        ``num_rows`` and what follows ``num_tokens_across_dp`` are vLLM's protocol, as in :meth:`_grow`.
-        """
+        """So many levels beyond the ordinary ones, each request's own share of them, then the finished trees."""
         depth = self.drafts.depth
         beam = self.builder.resume(num_reqs, depth)
         rows = num_reqs * (self.builder.top_k if depth > 1 else 1)
@@ -389,3 +375,16 @@ class Eagle3TreeProposer(Eagle3Proposer):
                 hidden_states=self.level_states[:num_rows],
                 inputs_embeds=inputs_embeds,
             )
+
+
+def _captured(
+    grow: Callable[..., None],
+    num_reqs: int,
+    num_rows: int,
+    attn_metadata: dict[str, Any] | None,
+    slot_mappings: dict[str, torch.Tensor] | None,
+    num_tokens_across_dp: torch.Tensor | None,
+    cudagraph_runtime_mode: CUDAGraphMode,
+) -> None:
+    """Grow trees as vLLM calls what it captures. A level writes to no slots, and has as many rows for every request."""
+    grow(num_reqs, attn_metadata, num_tokens_across_dp)

@@ -1,5 +1,6 @@
 """Trees from the marginals of a parallel drafter: one forward gives the likeliest tokens of every position."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,15 +86,19 @@ class MarginalTrees:
 class MarginalTreeProposer(Proposer):
     """What makes a proposer of blocks one of trees: stands before it among the bases and builds in its graph.
 
-    The proposer's own ``_generate_draft`` is to hand its states to :meth:`build_trees`.
+    The proposer's own ``run_block`` takes the arguments of vLLM's ``_generate_draft``; it gives the final states
+    [num_reqs * K, H] of all positions, and the keys of their noise.
     """
+
+    run_block: Callable[..., tuple[torch.Tensor, NoiseKeys | None]]
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
         super().__init__(vllm_config, device, name, drafts)  # type: ignore[call-arg]
         self.trees = MarginalTrees(drafts, vllm_config, device)
 
-    def build_trees(self, states: torch.Tensor, keys: NoiseKeys | None, num_reqs: int) -> None:
-        """Trees of the first ``num_reqs`` requests, from the final states [num_reqs * K, H] of their positions."""
+    def _generate_draft(self, num_reqs: int, *arguments: Any, **options: Any) -> None:
+        """The forward of the blocks, then trees in the place of first choices."""
+        states, keys = self.run_block(num_reqs, *arguments, **options)
         assert self.drafts.top_k is not None
         self.trees.build(*self.head.candidates(states, keys, self.drafts.top_k), num_reqs)
 
