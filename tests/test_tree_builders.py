@@ -6,7 +6,7 @@ import pytest
 import torch
 from launches import record_launches
 
-from vllm_crossspec.tree import naive
+from vllm_crossspec.tree import naive, torch_ops
 from vllm_crossspec.tree.base import tree_kind, tree_kinds
 from vllm_crossspec.tree.best_first import best_first
 from vllm_crossspec.tree.chain import chain
@@ -330,14 +330,17 @@ def test_every_prefix_of_a_chain_made_of_an_empty_tree_is_empty():
     assert trees.sizes.tolist() == [0] and trees.tokens.tolist() == [[0] * 5]
 
 
-def test_registry_loads_every_builder():
-    builders = {name: tree_kind(name, "tree.type").load_builder() for name in tree_kinds()}
-    assert builders == {
-        "chain": chain,
-        "dynamic": DynamicTree,
-        "best_first": best_first,
-        "continuity": ContinuityTree,
-    }
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_registry_loads_every_builder(has_kernels, monkeypatch):
+    monkeypatch.setattr("vllm_crossspec.twins.runs_kernels", lambda: has_kernels)
+    ours = (chain, DynamicTree, best_first, ContinuityTree)
+    twins = (chain, torch_ops.DynamicTree, torch_ops.best_first, torch_ops.ContinuityTree)
+    expected = dict(zip(tree_kinds(), ours if has_kernels else twins, strict=True))
+    assert {name: tree_kind(name, "tree.type").load_builder() for name in tree_kinds()} == expected
+    assert tree_kind("best_first", "tree.type").load_builder(has_ngrams=True) == expected["continuity"]
+
+
+def test_registry_knows_every_kind():
     assert dict(tree_kind("dynamic", "").defaults) == {"depth": 8, "top_k": 10, "num_nodes": 60}
     assert dict(tree_kind("best_first", "").defaults) == {"num_nodes": 60, "ngram_weight": 0.5}
     assert {name: tree_kind(name, "").needs for name in tree_kinds()} == {

@@ -24,17 +24,23 @@ class TreeKind(NamedTuple):
         builder: ``module:name`` of the function or class that builds it.
         needs: what a drafter must yield for it.
         defaults: settings that it takes, with the values that stand where the user gives none.
+        ngram_builder: of what builds it by n-grams; empty where that is the same, or there is none.
     """
 
     name: str
     builder: str
     needs: Supply
     defaults: Mapping[str, int | float]
+    ngram_builder: str = ""
 
-    def load_builder(self) -> Any:
-        """The builder; imports Triton."""
-        module, _, name = self.builder.partition(":")
-        return getattr(import_module(module), name)
+    def load_builder(self, has_ngrams: bool = False) -> Any:
+        """The builder as this machine runs it (``twins``); imports Triton."""
+        from vllm_crossspec.tree import torch_ops
+        from vllm_crossspec.twins import runs_kernels
+
+        module, _, name = ((self.ngram_builder if has_ngrams else "") or self.builder).partition(":")
+        builder = getattr(import_module(module), name)
+        return builder if runs_kernels() else getattr(torch_ops, name, builder)
 
 
 _KINDS = {
@@ -57,6 +63,7 @@ _KINDS = {
             builder="vllm_crossspec.tree.best_first:best_first",
             needs="marginals",
             defaults=MappingProxyType({"num_nodes": 60, "ngram_weight": 0.5}),
+            ngram_builder="vllm_crossspec.tree.continuity:ContinuityTree",
         ),
         TreeKind(
             name="continuity",

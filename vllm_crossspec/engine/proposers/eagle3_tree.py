@@ -28,8 +28,8 @@ from vllm_crossspec.engine.proposers.eagle3 import Eagle3Proposer
 from vllm_crossspec.engine.vllm_api import run
 from vllm_crossspec.engine.vllm_api.propose import native_arguments
 from vllm_crossspec.engine.vllm_api.speculative import without_schedule
-from vllm_crossspec.tree import torch_ops as tree_in_torch
-from vllm_crossspec.tree.dynamic import Beam, DynamicTree
+from vllm_crossspec.tree.base import tree_kind
+from vllm_crossspec.tree.dynamic import Beam
 from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.types import Candidates, Sizing, StepInputs
 
@@ -52,7 +52,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
         super().__init__(vllm_config, device, name, drafts)
-        assert drafts.top_k is not None and drafts.tree_nodes is not None
+        assert drafts.tree is not None and drafts.top_k is not None and drafts.tree_nodes is not None
         top_k, max_num_reqs = drafts.top_k, self.max_num_reqs
         self.tree = empty_tree(max_num_reqs, drafts.num_nodes, device)
         self.sizer: TreeSizer | None = None
@@ -61,8 +61,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
             policy = load_policy(drafts.adaptive, drafts.tree_nodes)
             self.sizer = TreeSizer(policy, drafts.depth, max_num_reqs, device)
             self.max_depth += policy.max_extension
-        build = DynamicTree if runs_kernels() else tree_in_torch.DynamicTree
-        self.builder = build(
+        self.builder = tree_kind(drafts.tree.type, "tree.type").load_builder()(
             num_nodes=drafts.tree_nodes,
             depth=self.max_depth,
             top_k=top_k,
