@@ -11,7 +11,6 @@ import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
 from vllm_crossspec.adaptive.calibration import load_policy
@@ -23,11 +22,11 @@ from vllm_crossspec.drafters.eagle3.levels import prepare_growth, prepare_level
 from vllm_crossspec.engine.attention.base import DraftTail
 from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.graphs.query_lens import FirstPassGraphs
+from vllm_crossspec.engine.graphs.rows import RowGraphManager
 from vllm_crossspec.engine.proposers.base import empty_tree, first_rows
 from vllm_crossspec.engine.proposers.eagle3 import Eagle3Proposer
 from vllm_crossspec.engine.vllm_api import run
 from vllm_crossspec.engine.vllm_api.propose import native_arguments
-from vllm_crossspec.engine.vllm_api.speculative import without_schedule
 from vllm_crossspec.tree.base import tree_kind
 from vllm_crossspec.tree.dynamic import Beam
 from vllm_crossspec.twins import runs_kernels
@@ -82,8 +81,8 @@ class Eagle3TreeProposer(Eagle3Proposer):
         kept_rows = max_num_reqs * top_k if self.max_depth > drafts.depth else 0
         self.last_states = torch.zeros(kept_rows, self.hidden_size, dtype=self.dtype, device=device)
         self.scratches: dict[str, torch.Tensor] = {}
-        self.level_cudagraph_manager: DFlashCudaGraphManager | None = None
-        self.extension_managers: dict[int, DFlashCudaGraphManager] = {}
+        self.level_cudagraph_manager: RowGraphManager | None = None
+        self.extension_managers: dict[int, RowGraphManager] = {}
 
     def set_attn(self, *arguments: Any, **options: Any) -> None:
         """The attention of the drafter's layers, and a scratch for the trees' keys and values of each."""
@@ -115,16 +114,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
         super().init_cudagraph_manager(cudagraph_mode)
         if self.sizer is not None and not self.drafts.from_one_row:
             self._widen_first_pass(self.sizer.policy)
-        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-
-        def manager() -> DFlashCudaGraphManager:
-            return DFlashCudaGraphManager(
-                without_schedule(self.vllm_config),
-                self.device,
-                CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
-                decode_query_len=self.level_rows,
-            )
-
+        manager = functools.partial(RowGraphManager, self, cudagraph_mode, self.level_rows, causal=False)
         self.level_cudagraph_manager = manager()
         extensions = self.sizer.policy.extensions if self.sizer is not None and self.grows_on else ()
         self.extension_managers = {extension: manager() for extension in sorted(set(extensions))}
@@ -147,15 +137,9 @@ class Eagle3TreeProposer(Eagle3Proposer):
         graphs = [(self.level_cudagraph_manager, self._grow)]
         graphs += [(m, functools.partial(self._extend, extension)) for extension, m in self.extension_managers.items()]
         for manager, grow in graphs:
+            # vLLM hands over rows, slots and a mode, too: a level has as many rows for every request, and no slots.
             manager.capture(
-                functools.partial(_captured, grow),
-                self.input_buffers,
-                self.block_tables,
-                self.attn_groups,
-                self.kv_cache_config,
-                self.max_model_len,
-                causal=False,
-                prepare_forward=lambda num_reqs, attn_metadata: None,
+                lambda num_reqs, _, metadata, __, across_dp, ___, grow=grow: grow(num_reqs, metadata, across_dp),
                 progress_bar_desc="Capturing draft tree CUDA graphs",
             )
 
@@ -374,16 +358,3 @@ class Eagle3TreeProposer(Eagle3Proposer):
                 hidden_states=self.level_states[:num_rows],
                 inputs_embeds=inputs_embeds,
             )
-
-
-def _captured(
-    grow: Callable[..., None],
-    num_reqs: int,
-    num_rows: int,
-    attn_metadata: dict[str, Any] | None,
-    slot_mappings: dict[str, torch.Tensor] | None,
-    num_tokens_across_dp: torch.Tensor | None,
-    cudagraph_runtime_mode: CUDAGraphMode,
-) -> None:
-    """Grow trees as vLLM calls what it captures. A level writes to no slots, and has as many rows for every request."""
-    grow(num_reqs, attn_metadata, num_tokens_across_dp)

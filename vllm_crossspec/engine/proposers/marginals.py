@@ -14,7 +14,7 @@ from vllm_crossspec.ngram.contexts import last_tokens
 from vllm_crossspec.ngram.store import NgramStore, open_store, place
 from vllm_crossspec.tree.base import tree_kind
 from vllm_crossspec.tree.continuity import Scoring, product_scoring
-from vllm_crossspec.types import Candidates, StepInputs, TokenTree
+from vllm_crossspec.types import Candidates, StepInputs
 
 GIB = 1 << 30
 
@@ -74,10 +74,6 @@ class MarginalTrees:
         contexts = self.contexts[:num_reqs] if self.store is not None else None
         self.builder.build(log_probs=log_probs, tokens=tokens, contexts=contexts, out=self.tree)
 
-    def rows(self, num_reqs: int) -> TokenTree:
-        """The trees of the first requests, as views."""
-        return first_rows(self.tree, num_reqs)
-
 
 class MarginalTreeProposer(Proposer):
     """What makes a proposer of blocks one of trees: stands before it among the bases and builds in its graph.
@@ -102,7 +98,7 @@ class MarginalTreeProposer(Proposer):
         """Draft a tree for every request; forward and builder are one CUDA graph."""
         self.trees.read_contexts(step, self.req_states)
         super().propose_step(step)  # type: ignore[safe-super]
-        return Candidates(tree=self.trees.rows(step.batch.num_reqs))
+        return Candidates(tree=first_rows(self.trees.tree, step.batch.num_reqs))
 
 
 def _scoring(drafts: DraftSettings) -> Scoring:
