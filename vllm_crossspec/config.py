@@ -284,11 +284,6 @@ class CrossSpecConfig(Settings):
         return any(d.adaptive is not None and d.adaptive.type != "record" for d in self.drafters.values())
 
     @property
-    def records_trees(self) -> bool:
-        """Whether what became of every tree is kept for ``crossspec calibrate heterospec``."""
-        return any(d.adaptive is not None and d.adaptive.type == "record" for d in self.drafters.values())
-
-    @property
     def measures_load(self) -> bool:
         """Whether draft tokens by running requests are chosen from what steps cost at start-up."""
         return any(d.tree.by_batch_size == "auto" for d in self.drafters.values())
