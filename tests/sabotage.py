@@ -123,9 +123,11 @@ def sample_in_chunks(worker: Any) -> None:
 
 def attend_in_two_passes(worker: Any) -> None:
     """Not a break: the GPU's algorithm, a dense pass over the prefix and our kernel over the tail."""
+    from two_passes import in_two_passes
+
     from vllm_crossspec.engine.attention.cpu import TreeCpuImpl
 
-    _replace(worker, TreeCpuImpl, "two_passes", lambda original: True)
+    _replace(worker, TreeCpuImpl, "forward", in_two_passes)
 
 
 def foresee_other_noise(worker: Any) -> None:

@@ -162,3 +162,61 @@ def test_every_features_name_is_looked_for():
     found = {feature.name for feature in FEATURES}
     assert {name for name in found if not names_a_feature(f"self.{name}_state = None")} == {"rounds"}
     assert [feature.name for feature in FEATURES][-1] == "trees", "the trees move what the others read"
+
+
+NAMED_KINDS = {
+    # Modules outside drafters/ that may say a kind's name: none decides by it, and why each has it.
+    "cli/demo.py": ("eagle3", "dflash", "dart", "confu", "draft_model", "flashhead"),  # its methods: data for --methods
+    "cli/flashhead.py": ("flashhead",),  # a command, of the head of this name
+    "config.py": ("flashhead",),  # the head of this name
+    "engine/models/confu_config.py": ("eagle3",),  # a type of vLLM's, in one kind's own module
+    "engine/vllm_api/speculative.py": ("dflash", "eagle3", "draft_model"),  # methods of vLLM's, the most room first
+    "engine/weights.py": ("draft_model",),  # a tag of vLLM's compile cache
+    "training/confu.py": ("confu",),  # the kind that it trains; so the next three
+    "training/dart.py": ("dart",),
+    "training/dflash.py": ("dflash",),
+    "training/eagle3.py": ("eagle3",),
+    "training/start.py": ("eagle3",),  # what a drafter of another kind may be trained on from
+}
+
+
+def named_kinds(package):
+    """By module outside drafters/, the names of kinds that stand in it as whole strings."""
+    from vllm_crossspec.drafters.base import own_kinds
+
+    kinds = {kind.name for kind in own_kinds()}
+    found = {}
+    for file in package.rglob("*.py"):
+        nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Constant)]
+        names = {node.value for node in nodes if isinstance(node.value, str)} & kinds
+        if names and file.relative_to(package).parts[0] != "drafters":
+            found[file.relative_to(package).as_posix()] = names
+    return found
+
+
+def test_no_kind_of_drafter_is_named_outside_its_folder():
+    """What is true of one kind alone its entry says; a new exception needs a reason, and a stale one fails, too."""
+    assert named_kinds(PACKAGE) == {file: set(names) for file, names in NAMED_KINDS.items()}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'if kind.name == "confu": pass',
+        'rows = 2 if kind in ("dart", "confu") else 1',
+        'x = {"confu": 2}.get(kind, 1)',
+        'match kind:\n    case "confu": pass',
+    ],
+)
+def test_a_module_that_decides_by_a_kinds_name_is_named(tmp_path, line):
+    for room in ("engine", "drafters"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "planted.py").write_text(f"kind = None\n{line}\n")
+    assert {file: "confu" in names for file, names in named_kinds(tmp_path).items()} == {"engine/planted.py": True}
+
+
+def test_the_demos_methods_are_data():
+    """No comparison and no look-up by a name, in the one file that says them all."""
+    tree, kinds = ast.parse((PACKAGE / "cli/demo.py").read_text()), NAMED_KINDS["cli/demo.py"]
+    deciding = [n for n in ast.walk(tree) if isinstance(n, ast.Compare | ast.Subscript | ast.match_case)]
+    assert not [n.lineno for n in deciding for c in ast.walk(n) if isinstance(c, ast.Constant) and c.value in kinds]

@@ -22,6 +22,7 @@ from attention_batches import (
     without_contemplation,
 )
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from two_passes import in_two_passes
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -50,8 +51,9 @@ TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2 / 64}
 
 @pytest.fixture(params=[False, True], ids=["one-pass", "two-passes"])
 def two_passes(request, monkeypatch):
-    """Both modes of the CPU backend; the second runs the kernel of the GPU."""
-    monkeypatch.setattr(TreeCpuImpl, "two_passes", request.param)
+    """The CPU backend, and in its place the GPU's algorithm and kernel."""
+    if request.param:
+        monkeypatch.setattr(TreeCpuImpl, "forward", in_two_passes(TreeCpuImpl.forward))
     return request.param
 
 

@@ -7,10 +7,11 @@ import pytest
 import torch
 from launches import record_launches
 
-from vllm_crossspec.tree import naive
+from vllm_crossspec.tree import naive, torch_ops
 from vllm_crossspec.tree.base import KINDS, tree_kind
 from vllm_crossspec.tree.best_first import best_first
 from vllm_crossspec.tree.chain import chain
+from vllm_crossspec.tree.continuity import ContinuityTree
 from vllm_crossspec.tree.dynamic import DynamicTree
 from vllm_crossspec.tree.to_chain import to_chain
 from vllm_crossspec.types import TokenTree
@@ -351,6 +352,16 @@ def test_every_prefix_of_a_chain_made_of_an_empty_tree_is_empty():
     trees = TokenTree(*(torch.zeros_like(t) for t in poisoned(1, 5)))
     to_chain(**trees._asdict(), chain_only=torch.ones(1, dtype=torch.bool, device=DEVICE), max_depth=3)
     assert trees.sizes.tolist() == [0] and trees.tokens.tolist() == [[0] * 5]
+
+
+@pytest.mark.parametrize("has_kernels", [True, False])
+def test_registry_loads_every_builder(has_kernels, monkeypatch):
+    monkeypatch.setattr("vllm_crossspec.twins.runs_kernels", lambda: has_kernels)
+    ours = (chain, DynamicTree, best_first, ContinuityTree)
+    twins = (chain, torch_ops.DynamicTree, torch_ops.best_first, torch_ops.ContinuityTree)
+    expected = dict(zip(KINDS, ours if has_kernels else twins, strict=True))
+    assert {name: tree_kind(name, "tree.type").load_builder() for name in KINDS} == expected
+    assert tree_kind("best_first", "tree.type").load_builder(has_ngrams=True) == expected["continuity"]
 
 
 def test_registry_knows_every_kind():

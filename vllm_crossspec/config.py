@@ -243,6 +243,10 @@ class CrossSpecConfig(Settings):
         """Name of the drafter that drafts."""
         return (self.router.drafter if self.router else None) or next(iter(self.drafters))
 
+    def path_of(self, name: str) -> str:
+        """How the keys of a drafter begin, as the user wrote them."""
+        return "speculative_config." + (f"drafters.{name}." if self.method in META_METHODS else "")
+
     @property
     def is_routed(self) -> bool:
         """Whether drafters are chosen by request and round; if not, one of them always drafts."""
@@ -278,11 +282,6 @@ class CrossSpecConfig(Settings):
     def is_adaptive(self) -> bool:
         """Whether any drafter's trees differ in size by request and round."""
         return any(d.adaptive is not None and d.adaptive.type != "record" for d in self.drafters.values())
-
-    @property
-    def records_trees(self) -> bool:
-        """Whether what became of every tree is kept for ``crossspec calibrate heterospec``."""
-        return any(d.adaptive is not None and d.adaptive.type == "record" for d in self.drafters.values())
 
     @property
     def measures_load(self) -> bool:

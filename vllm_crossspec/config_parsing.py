@@ -103,9 +103,8 @@ def parse(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSpecConf
 
 def _check(config: CrossSpecConfig) -> CrossSpecConfig:
     """Refuse what does not go together, as far as it can be seen without the checkpoints."""
-    single = config.method not in META_METHODS
     for name, drafter in config.drafters.items():
-        path = "speculative_config." + ("" if single else f"drafters.{name}.")
+        path = config.path_of(name)
         kind = drafter_kind(drafter.kind, path + "type")
         if not kind.can_share and len(config.drafters) > 1:
             raise ValueError(
@@ -191,14 +190,11 @@ def _check_verification(config: CrossSpecConfig, drafter: DrafterConfig, kind: D
             )
 
 
-def _trees_of(kind: DrafterKind) -> str:
-    return "it drafts chains alone: leave out the tree" if kind.tree == "chain" else f"use {kind.tree!r} or 'chain'"
-
-
 def _check_tree(tree: TreeConfig, kind: DrafterKind, key: str) -> None:
     """Refuse a tree that the drafter cannot feed, and sizes that this kind of tree does not have."""
     if not tree.is_chain and tree_kind(tree.type, key).needs != kind.supplies:
-        raise ValueError(f"{key}.type {tree.type!r} does not suit a {kind.name} drafter; {_trees_of(kind)}")
+        fix = "it drafts chains alone: leave out the tree" if kind.tree == "chain" else f"use {kind.tree!r} or 'chain'"
+        raise ValueError(f"{key}.type {tree.type!r} does not suit a {kind.name} drafter; {fix}")
     if tree.is_chain and (tree.depth or tree.top_k or tree.num_nodes):
         raise ValueError(f"{key}.type 'chain' takes no depth, top_k or num_nodes; use num_speculative_tokens")
     if tree.type == "dynamic" and (tree.top_k or 0) > 32:

@@ -19,12 +19,11 @@ SpecOption = Annotated[
 PromptsOption = Annotated[
     Path | None, Option(help="JSON lines with `prompt`, or Spec-Bench's `turns`, and `category`. Default: the demo's.")
 ]
-DtypeOption = Annotated[
-    str, Option(help="Weights' type. Texts can be expected to equal plain's to the token in float32 only.")
-]
 
 
+@options.grouped
 def bench(
+    *,
     model: ModelOption,
     spec: SpecOption = None,
     prompts: PromptsOption = None,
@@ -36,19 +35,14 @@ def bench(
     seed: Annotated[int, Option(help="Seed of sampling; each prompt adds its number.")] = 0,
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="Always generate --max-tokens.")] = False,
     batch_size: Annotated[int, Option(min=1, help="Most requests at a time.")] = 8,
-    chat: options.Chat = None,
     baseline: Annotated[bool, Option(help="Run plain generation, too, and compare with it.")] = True,
     require_same: Annotated[
         bool, Option("--require-identical", help="Exit with 1 where a text is not plain's.")
     ] = False,
-    dtype: DtypeOption = "auto",
-    max_model_len: options.MaxModelLen = None,
-    gpu_memory_utilization: options.MemoryShare = None,
-    tensor_parallel_size: options.TensorParallel = None,
+    engine: options.EngineOptions,
     enforce_eager: Annotated[
         bool | None, Option(help="Without compilation and CUDA graphs. Default: vLLM's on a GPU, yes on CPU.")
     ] = None,
-    trust_remote_code: options.TrustRemoteCode = False,
     json_file: options.TableFile = None,
 ) -> None:
     """Compare speculative configs on any model and prompts, side by side in one run.
@@ -60,10 +54,7 @@ def bench(
 
     Example: crossspec bench --model Qwen/Qwen3-8B --spec eagle3.json --spec dflash.json --prompts my.jsonl
     """
-    engine_options = options.EngineOptions(
-        chat, dtype, max_model_len, gpu_memory_utilization, tensor_parallel_size, trust_remote_code
-    )
-    engine = {**engine_options.arguments(model, batch_size), "enforce_eager": enforce_eager}
+    arguments = {**engine.arguments(model, batch_size), "enforce_eager": enforce_eager}
     sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens, "ignore_eos": ignore_eos}
     if temperature > 0:
         sampling |= {"top_p": top_p, "top_k": top_k, "seed": seed}
@@ -73,10 +64,16 @@ def bench(
         raise ValueError("--no-baseline leaves nothing to run: name at least one --spec file")
     chosen = first_of_each(read_prompts(prompts or POCKET / "prompts.jsonl"), limit)
     jobs = [
-        Job(method=name, engine={**engine, "speculative_config": config}, sampling=sampling, prompts=chosen, chat=chat)
+        Job(
+            method=name,
+            engine={**arguments, "speculative_config": config},
+            sampling=sampling,
+            prompts=chosen,
+            chat=engine.chat,
+        )
         for name, config in configs.items()
     ]
-    about = {"model": model, "dtype": dtype, "batch_size": batch_size, "sampling": sampling, "configs": configs}
+    about = {"model": model, "dtype": engine.dtype, "batch_size": batch_size, "sampling": sampling, "configs": configs}
     if len(jobs) > 1:  # one alone is checked when it starts
         check_all(jobs, json_file)
     rows, _ = compare(jobs, about, json_file)

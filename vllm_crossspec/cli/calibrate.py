@@ -73,20 +73,14 @@ SideBySide = Annotated[
 def heterospec(
     *,
     out: Annotated[Path, Option(help="File of the calibration, for `adaptive.model`.")],
-    model: options.TargetOrPocket = None,
+    answers: options.Answers,
     spec: DynamicSpec = None,
-    prompts: options.PromptFiles = None,
-    limit: options.Limit = None,
     records: RoundsFolder = None,
     alpha: Annotated[
         int | None, Option(min=0, max=32, help="Levels that the surest trees grow. Default: half the depth.")
     ] = None,
-    max_tokens: options.RecordedTokens = 256,
-    max_prompt_tokens: options.MaxPromptTokens = 2048,
     temperature: Annotated[float, Option(min=0.0, help="0 is greedy, as in the paper.")] = 0.0,
-    seed: options.TextSeed = 0,
     batch_size: options.EngineBatch = 16,
-    shard_prompts: options.ShardPrompts = 64,
     engines: SideBySide = 1,
     engine: options.EngineOptions,
     picture: Annotated[bool, Option("--picture", help="Draw the bins into a .png beside the file.")] = False,
@@ -112,11 +106,12 @@ def heterospec(
     _check_out(out, picture)
     if records is None:
         records = out.with_name(out.name + ".rounds")
-        job = make_job(records, model, _speculative(spec), engine, batch_size)
-        sampling = {"temperature": temperature, "max_tokens": max_tokens} | ({"seed": seed} if temperature > 0 else {})
-        job |= {"module": MODULE, "sampling": sampling, "seed": seed, "max_prompt_tokens": max_prompt_tokens}
-        job["command"] = _command(model, spec, prompts or [], limit, sampling)
-        _collect(job, interleaved(prompts, limit), shard_prompts, engines)
+        job = make_job(records, answers.model, _speculative(spec), engine, batch_size)
+        sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": answers.max_tokens}
+        sampling |= {"seed": answers.seed} if temperature > 0 else {}
+        job |= {"module": MODULE, "sampling": sampling, "command": _command(answers, spec, sampling)}
+        job |= {"seed": answers.seed, "max_prompt_tokens": answers.max_prompt_tokens}
+        _collect(job, interleaved(answers.prompts, answers.limit), answers.shard_prompts, engines)
     calibration, rounds = _fit(records, alpha)
     from vllm_crossspec.adaptive.calibration import write_calibration
     from vllm_crossspec.adaptive.cart import report
@@ -159,14 +154,13 @@ def _speculative(spec: str | None) -> dict[str, Any]:
     return {**given, "tree": {"type": "dynamic", **tree, "by_batch_size": {"1": nodes}}, "adaptive": {"type": "record"}}
 
 
-def _command(
-    model: str | None, spec: str | None, prompts: list[Path], limit: int | None, sampling: dict[str, Any]
-) -> str:
+def _command(answers: options.Answers, spec: str | None, sampling: dict[str, Any]) -> str:
     """The command as the file says it: what decides the rounds, and of local files the names alone."""
+    model, limit = answers.model, answers.limit
     words = ["crossspec", "calibrate", "heterospec"]
     words += ["--model", Path(model).name if Path(model).is_dir() else model] if model else []
     words += ["--spec", spec if spec.lstrip().startswith("{") else Path(spec).name] if spec else []
-    for file in prompts:
+    for file in answers.prompts or []:
         words += ["--prompts", file.name]
     words += ["--limit", str(limit)] if limit else []
     for name, value in sampling.items():
@@ -210,32 +204,18 @@ def table(rows: list["BinReport"], calibration: "Calibration") -> Table:
     for name in ("width\nalone", "added\nlevels", "width"):
         grid.add_column(name, justify="right")
     for number, row in enumerate(rows):
-        grid.add_row(
-            str(number),
-            "-" if math.isinf(row.high) else f"{row.high:.3f}",
-            str(row.num_rounds),
-            f"{100 * row.full_share:.0f}%",
-            f"{row.mean_rank:.1f}",
-            f"{row.mean_accepted:.2f}",
-            f"{row.mean_within:.2f}",
-            f"+{row.extension}",
-            str(row.width),
-        )
+        high = "-" if math.isinf(row.high) else f"{row.high:.3f}"
+        shares = f"{100 * row.full_share:.0f}%", f"{row.mean_rank:.1f}", f"{row.mean_accepted:.2f}"
+        sizes = f"{row.mean_within:.2f}", f"+{row.extension}", str(row.width)
+        grid.add_row(str(number), high, str(row.num_rounds), *shares, *sizes)
     grid.add_section()
     names = ("full_share", "mean_accepted", "mean_within", "extension", "width")
     full, accepted, within, extension, width = (_mean(rows, name) for name in names)
-    grid.add_row(
-        "all",
-        "",
-        str(sum(row.num_rounds for row in rows)),
-        f"{100 * full:.0f}%",
-        "",
-        f"{accepted:.2f}",
-        f"{within:.2f}",
-        f"+{extension:.1f}",
-        f"{width:.1f}",
-        style="bold",
+    shares, sizes = (
+        (f"{100 * full:.0f}%", "", f"{accepted:.2f}"),
+        (f"{within:.2f}", f"+{extension:.1f}", f"{width:.1f}"),
     )
+    grid.add_row("all", "", str(sum(row.num_rounds for row in rows)), *shares, *sizes, style="bold")
     return grid
 
 

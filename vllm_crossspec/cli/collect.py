@@ -35,7 +35,7 @@ Event = dict[str, Any]
 def collect(
     *,
     out: Annotated[Path, Option(help="Folder of the records; a stopped collection goes on there.")],
-    model: options.TargetOrPocket = None,
+    answers: options.Answers,
     spec: Annotated[
         Path | None,
         Option(
@@ -43,16 +43,10 @@ def collect(
             "the demo's pair."
         ),
     ] = None,
-    prompts: options.PromptFiles = None,
-    limit: options.Limit = None,
-    max_tokens: options.RecordedTokens = 256,
-    max_prompt_tokens: options.MaxPromptTokens = 2048,
     temperature: options.Greedy = 0.0,
     top_p: Annotated[float, Option(min=0.0, max=1.0, help="Of sampled answers.")] = 1.0,
     top_k: Annotated[int, Option(help="Of sampled answers; 0 is all tokens.")] = 0,
-    seed: options.TextSeed = 0,
     batch_size: options.EngineBatch = 32,
-    shard_prompts: options.ShardPrompts = 64,
     engines: Annotated[int, Option(min=1, help="Engines side by side; more than one run on Ray.")] = 1,
     engine: options.EngineOptions,
 ) -> None:
@@ -66,18 +60,18 @@ def collect(
     Example: crossspec collect --prompts train.jsonl --out work/records
     """
     speculative = _speculative(spec)
-    chosen = interleaved(prompts, limit)
-    sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": max_tokens}
+    chosen = interleaved(answers.prompts, answers.limit)
+    sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": answers.max_tokens}
     if temperature > 0:
-        sampling |= {"top_p": top_p, "top_k": top_k, "seed": seed}
-    job = make_job(out, model, {**speculative, "router": {"policy": "record"}}, engine, batch_size)
-    job |= {"sampling": sampling, "max_prompt_tokens": max_prompt_tokens}
+        sampling |= {"top_p": top_p, "top_k": top_k, "seed": answers.seed}
+    job = make_job(out, answers.model, {**speculative, "router": {"policy": "record"}}, engine, batch_size)
+    job |= {"sampling": sampling, "max_prompt_tokens": answers.max_prompt_tokens}
     from vllm_crossspec.training import records
 
     facts = {"speculative_config": {key: value for key, value in speculative.items() if key != "router"}}
     categories = [p.category for p in chosen for _ in p.turns]
-    records.claim(out, {**describe(job, chosen, shard_prompts), **facts, "categories": categories})
-    num_shards = run_missing(job, make_shards(chosen, shard_prompts), engines)
+    records.claim(out, {**describe(job, chosen, answers.shard_prompts), **facts, "categories": categories})
+    num_shards = run_missing(job, make_shards(chosen, answers.shard_prompts), engines)
     typer.echo(f"{num_shards} shards of records in {out}")
 
 

@@ -190,21 +190,18 @@ def table(rows: Sequence[Row], about: dict[str, Any]) -> Table:
     grid.add_column("identical\nto plain", justify="center")
     grid.add_column("seconds\n(not meaningful)" if interpreted else "seconds", justify="right")
     for row in rows:
-        grid.add_row(*_cells(row), style="bold" if row.category == ALL else None, end_section=row.category == ALL)
+        histogram = row.accepted_per_position if row.num_rounds else []
+        identical = {None: "-", True: "yes", False: "[red]no[/red]"}[row.identical_to_plain]
+        verified = "-" if row.num_verified_tokens is None else row.num_verified_tokens
+        grid.add_row(
+            row.method,
+            row.category,
+            *map(str, (row.num_prompts, row.num_tokens, row.num_target_calls, verified)),
+            f"{row.acceptance_length:.2f}",
+            " ".join(f"{100 * count / row.num_rounds:2.0f}" for count in histogram),
+            identical,
+            f"{row.seconds:.2f}",
+            style="bold" if row.category == ALL else None,
+            end_section=row.category == ALL,
+        )
     return grid
-
-
-def _cells(row: Row) -> list[str]:
-    shares = " ".join(f"{100 * count / row.num_rounds:2.0f}" for count in row.accepted_per_position if row.num_rounds)
-    identical = {None: "-", True: "yes", False: "[red]no[/red]"}[row.identical_to_plain]
-    verified = "-" if row.num_verified_tokens is None else row.num_verified_tokens
-    counts = (row.num_prompts, row.num_tokens, row.num_target_calls, verified)
-    return [
-        row.method,
-        row.category,
-        *map(str, counts),
-        f"{row.acceptance_length:.2f}",
-        shares,
-        identical,
-        f"{row.seconds:.2f}",
-    ]

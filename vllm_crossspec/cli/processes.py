@@ -126,22 +126,13 @@ def end_all() -> None:
         _end(process)
 
 
-class _Started:
-    """A process of its own from the beginning.
+class _Started(subprocess.Popen[bytes]):
+    """A process of its own from the beginning."""
 
-    ``poll`` gives the status as :class:`subprocess.Popen` does, None while it runs; ``wait`` None if it still runs
-    after the timeout, in seconds.
-    """
-
-    def __init__(self, process: subprocess.Popen[bytes]) -> None:
-        self._process, self.pid = process, process.pid
-
-    def poll(self) -> int | None:
-        return self._process.poll()
-
-    def wait(self, timeout: float | None = None) -> int | None:
+    def wait(self, timeout: float | None = None) -> int | None:  # type: ignore[override]
+        """The status; None if it still runs after the timeout, in seconds."""
         try:
-            return self._process.wait(timeout)
+            return super().wait(timeout)
         except subprocess.TimeoutExpired:
             return None
 
@@ -150,7 +141,7 @@ def _start(
     module: str, job_file: Path, events: int, log_file: Path, environment: dict[str, str], cores: Sequence[int]
 ) -> EngineProcess:
     with log_file.open("ab") as log:
-        process = subprocess.Popen(
+        return _Started(
             [sys.executable, "-m", module, str(job_file), str(events)],
             stdout=log,
             stderr=log,
@@ -160,11 +151,10 @@ def _start(
             start_new_session=True,
             preexec_fn=(lambda: os.sched_setaffinity(0, cores)) if cores else None,
         )
-    return _Started(process)
 
 
 class _Forked:
-    """A fork of the server."""
+    """A fork of the server; ``poll`` and ``wait`` are as of :class:`_Started`."""
 
     def __init__(self, process: Any) -> None:
         self._process, self.pid = process, process.pid

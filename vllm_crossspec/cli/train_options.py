@@ -1,10 +1,8 @@
 """What the commands of `crossspec train` share: their options, and the checks before anything heavy is imported."""
 
 import importlib.util
-import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, NamedTuple
 
 from typer import Option
 
@@ -93,27 +91,3 @@ def check_start(start: Path) -> None:
         raise ValueError(
             f"--start {start} has no config.json{inner or '; give the folder of a trained EAGLE-3 drafter'}"
         )
-
-
-class DrafterRun(NamedTuple):
-    """A drafter's training, all but its config."""
-
-    lessons: Lessons
-    out: Path
-    steps: int
-    lr: float
-    machine: Machine
-
-    def begin(self) -> None:
-        """What every drafter's command does first: see that its inputs are there, and :func:`begin`."""
-        check_folder("--data", self.lessons.data, "make it with `crossspec train generate`")
-        check_model_folder(self.lessons.target)
-        begin(self.out, self.machine.threads, self.machine.resume)
-
-    def train(self, train: Callable[..., Any], config: Any, made: str = "drafter") -> None:
-        """Train it, and say where it is."""
-        from vllm_crossspec.training.loop import LoopConfig
-
-        loop = LoopConfig(steps=self.steps, lr=self.lr, seed=self.machine.seed)
-        train(*self.lessons, self.out, config, loop, self.machine.device)
-        sys.stdout.write(f"{made} in {self.out / 'model'}\n")

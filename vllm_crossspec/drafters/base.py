@@ -46,6 +46,9 @@ class DrafterKind(NamedTuple):
             that are given a folder and no kind.
         head_states: module with ``check_drafter_format(folder)`` and ``drafted_states(folder, target_folder, prompts,
             *, new_tokens, device, progress)``, the states that its output layer sees; empty where they cannot be had.
+        trainer: ``module:name`` of the ``cli.train_drafters.Trainer`` behind its command in `crossspec train`; empty
+            where there is none. Of this project's kinds only.
+        preloads: modules of vLLM that an engine imports for it, for the server of forks (``engine.jobs.preload``).
     """
 
     name: str
@@ -70,6 +73,8 @@ class DrafterKind(NamedTuple):
     check_engine: str = ""
     marks: tuple[str, ...] = ()
     head_states: str = ""
+    trainer: str = ""
+    preloads: tuple[str, ...] = ()
 
     def load_proposer(self, is_tree: bool = False) -> Any:
         """The proposer's class, of chains or of trees; imports vLLM."""

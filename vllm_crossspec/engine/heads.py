@@ -5,6 +5,7 @@ Every proposer asks a head and makes no logits itself. :class:`DenseHead` is the
 here is ever the target's.
 """
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -124,11 +125,7 @@ class RetrievalHead(DraftHead):
     def _noise(self, keys: NoiseKeys | None) -> Callable[..., None] | None:
         if keys is None:
             return None
-
-        def add(scores: torch.Tensor, tokens: torch.Tensor, packed: torch.Tensor | None) -> None:
-            add_candidate_noise(scores, tokens, packed, offsets=self.offsets, **keys._asdict())
-
-        return add
+        return functools.partial(add_candidate_noise, offsets=self.offsets, **keys._asdict())
 
 
 def ranked_logits(logits: torch.Tensor, keys: NoiseKeys | None, offsets: torch.Tensor | None) -> torch.Tensor:

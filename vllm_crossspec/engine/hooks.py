@@ -196,17 +196,10 @@ def _add_worker_methods() -> None:
         stats = getattr(speculator, "acceptance_stats", None)
         return None if stats is None else stats()
 
-    def feature_stats(worker: Any, feature: str) -> dict[str, Any] | None:
-        stats = getattr(getattr(worker.model_runner, "speculator", None), "feature_stats", None)
+    def feature_stats(self: Any, feature: str) -> dict[str, Any] | None:
+        """What a feature has counted so far; None where the engine has no such feature."""
+        stats = getattr(getattr(self.model_runner, "speculator", None), "feature_stats", None)
         return None if stats is None else stats(feature)
-
-    def crossspec_routing(self: Any) -> dict[str, Any] | None:
-        """Decisions, switches and catch-ups so far (see ``metrics.routing``); None where nothing is routed."""
-        return feature_stats(self, "routing")
-
-    def crossspec_adaptive(self: Any) -> dict[str, Any] | None:
-        """Trees and levels by bin so far (see ``metrics.adaptive``); None where all trees are the same."""
-        return feature_stats(self, "adaptive")
 
     def crossspec_take_records(self: Any) -> list[tuple[list[str], bytes]]:
         """What every drafter drafted since the last call (``engine.speculators.recording``); policy "record" only."""
@@ -221,8 +214,9 @@ def _add_worker_methods() -> None:
         return self.model_runner.measured_step_costs()
 
     WorkerBase.crossspec_stats = crossspec_stats
-    WorkerBase.crossspec_routing = crossspec_routing
-    WorkerBase.crossspec_adaptive = crossspec_adaptive
+    # Decisions, switches and catch-ups (``metrics.routing``), and trees and levels by bin (``metrics.adaptive``).
+    WorkerBase.crossspec_routing = functools.partialmethod(feature_stats, "routing")
+    WorkerBase.crossspec_adaptive = functools.partialmethod(feature_stats, "adaptive")
     WorkerBase.crossspec_take_records = crossspec_take_records
     WorkerBase.crossspec_take_rounds = crossspec_take_rounds
     WorkerBase.crossspec_step_costs = crossspec_step_costs

@@ -12,4 +12,6 @@ KIND = DrafterKind(
     supplies="marginals",
     is_autoregressive=False,
     marks=("dflash",),
+    trainer="vllm_crossspec.cli.train_drafters:DFLASH",
+    preloads=("vllm.model_executor.models.qwen3_dflash",),
 )

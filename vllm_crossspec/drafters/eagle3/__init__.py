@@ -13,4 +13,6 @@ KIND = DrafterKind(
     supplies="levels",
     marks=("eagle",),
     head_states="vllm_crossspec.training.head_states",
+    trainer="vllm_crossspec.cli.train_drafters:EAGLE3",
+    preloads=("vllm.model_executor.models.llama_eagle3",),
 )

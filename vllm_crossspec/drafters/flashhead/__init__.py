@@ -2,4 +2,4 @@
 
 from vllm_crossspec.drafters import draft_model
 
-KIND = draft_model.KIND._replace(name="flashhead", head="flashhead")
+KIND = draft_model.KIND._replace(name="flashhead", head="flashhead", trainer="")

@@ -23,8 +23,6 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from vllm_crossspec.engine.attention.base import (
     DraftTail,
     TargetTail,
-    merge_draft_tail,
-    merge_target_tail,
     serves_target,
     soft_prompts_of,
     tail_of_step,
@@ -38,7 +36,6 @@ from vllm_crossspec.engine.attention.copies import (
     write_cache,
     write_cache_naive,
 )
-from vllm_crossspec.engine.attention.scratch import write_level, write_level_naive
 from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.verify.naive import unpack_bits
 from vllm_crossspec.verify.tail_attention import soft_words
@@ -202,14 +199,8 @@ class TreeCpuMetadataBuilder(AttentionMetadataBuilder[TreeCpuMetadata]):
 
 
 class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
-    """Softmax over the keys that a row may see, one request at a time, in float32.
+    """Softmax over the keys that a row may see, one request at a time, in float32."""
 
-    Attributes:
-        two_passes: run the GPU's algorithm (dense part with its log-sum-exp, then our tail kernel merged in place)
-            instead of one masked softmax. Set on the class, for tests.
-    """
-
-    two_passes: ClassVar[bool] = False
     reads_trees: ClassVar[bool] = True
 
     def __init__(
@@ -287,9 +278,6 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             self._attend_draft_level(query, key, value, kv_cache, attn_metadata, output)
             return output
         tail = None if layer.is_draft_layer else attn_metadata.target_tail
-        if tail is not None and self.two_passes:
-            self._attend_in_two_passes(query, kv_cache, attn_metadata, tail, output, soft_prompts_of(layer))
-            return output
         # The lengths of a drafter's batch may change between two passes with the same metadata.
         reused = {} if layer.is_draft_layer else attn_metadata.reused.parts
         soft = soft_prompts_of(layer)
@@ -328,16 +316,6 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         assert tail is not None
         num_rows = tail.num_reqs * tail.queries_per_req
         key, value = key[:num_rows], value[:num_rows]
-        if self.two_passes:
-            write = write_level if runs_kernels() else write_level_naive
-            write(key, value, tail)
-            lse = torch.empty(self.num_heads, num_rows)
-            for request in _requests(metadata)[: tail.num_reqs]:
-                keys, values = self._halves(self._gather(kv_cache, request, request.length))
-                part = lse[:, request.rows]
-                output[request.rows] = attend(query[request.rows], keys, values, None, self.scale, part)
-            merge_draft_tail(query, output, lse, metadata, tail, self.scale)
-            return
         prefixes = metadata.reused.prefixes.get(id(self))
         if prefixes is None:
             prefixes = metadata.reused.prefixes[id(self)] = self._prefixes(kv_cache, metadata, tail)
@@ -362,26 +340,6 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         for request, content in zip(requests, dense, strict=True):
             _gather_into(content, kv_cache, request, request.length)
         return _Prefixes(requests, dense)
-
-    def _attend_in_two_passes(
-        self,
-        query: torch.Tensor,
-        kv_cache: torch.Tensor,
-        metadata: TreeCpuMetadata,
-        tail: TargetTail,
-        output: torch.Tensor,
-        soft: torch.Tensor | None,
-    ) -> None:
-        """The verification-shaped requests' rows see all of their prefix, then the kernel adds the tail."""
-        lse = torch.empty(self.num_heads, query.shape[0])
-        for index, request in enumerate(_requests(metadata)):
-            split = index < tail.num_reqs
-            length = int(tail.prefix_len[index]) if split else request.length
-            keys, values = self._halves(self._gather(kv_cache, request, length))
-            hidden = None if split else self._hidden(request)
-            part = lse[:, request.rows]
-            output[request.rows] = attend(query[request.rows], keys, values, hidden, self.scale, part)
-        merge_target_tail(query, output, lse, kv_cache, metadata, tail, tail.num_reqs, self.scale, soft)
 
     def _gather(self, kv_cache: torch.Tensor, request: _Request, length: int) -> torch.Tensor:
         """Keys and values, float32 [Hkv, length, 2 * Dh], of a request's first tokens; maybe a view of the cache."""
@@ -464,7 +422,6 @@ def attend(
     values: torch.Tensor,
     hidden: torch.Tensor | None,
     scale: float,
-    lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Grouped-query attention of one request in float32; the query heads of a KV head are rows of one product.
 
@@ -474,7 +431,6 @@ def attend(
         values: likewise.
         hidden: float32 [rows, m] added to the logits of the last m keys, 0 or -inf; None if every row sees every key.
         scale: of the logits.
-        lse: [Hq, rows], written: the log-sum-exp, -inf where there is no key.
 
     Returns:
         The output [rows, Hq, Dh] in float32, zeros where there is no key.
@@ -486,8 +442,6 @@ def attend(
     logits = torch.bmm(grouped, keys.transpose(1, 2))
     if hidden is not None:
         logits.view(num_heads, num_rows, num_keys)[..., num_keys - hidden.shape[1] :] += hidden
-    if lse is not None:
-        lse.copy_(torch.logsumexp(logits, dim=-1).view(num_heads, num_rows))
     out = torch.bmm(torch.softmax(logits, dim=-1), values)
     out = out.view(num_heads, num_rows, head_size).transpose(0, 1)
     if hidden is not None and hidden.shape[1] == num_keys:

@@ -197,17 +197,9 @@ class TreeFlashImpl(FlashAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend; the keys and values are in the cache already, but for those of a draft tail.
+        """Attend; arguments as of ``cpu.TreeCpuImpl.forward``, the cache of any strides.
 
-        Args:
-            layer: tells the target's layers from the drafters', and may have soft prompts.
-            query: [at least T, Hq, Dh].
-            key: [at least T, Hkv, Dh], read for a draft tail only.
-            value: likewise.
-            kv_cache: [blocks, Hkv, block_size, 2 * Dh], any strides.
-            attn_metadata: of the batch; None while memory is profiled.
-            output: as ``query``, written.
-            output_scale, output_block_scale: refused by vLLM's own code.
+        ``output_scale`` and ``output_block_scale`` are refused by vLLM's own code.
         """
         metadata, fused = attn_metadata, (output_scale, output_block_scale)
         tail = None

@@ -38,7 +38,8 @@ class RoundRecorder(Feature):
     @staticmethod
     def is_wanted(runner: Any) -> bool:
         """See the base class."""
-        return runner.settings.records_trees
+        adaptive = [drafter.adaptive for drafter in runner.settings.drafters.values()]
+        return any(settings is not None and settings.type == "record" for settings in adaptive)
 
     def drafted(self, name: str, batch: Any, candidates: Candidates) -> None:
         """Keep Phi until the trees are verified."""

@@ -7,7 +7,7 @@ from typing import Any
 from vllm.config import SpeculativeConfig
 
 from vllm_crossspec import config_parsing
-from vllm_crossspec.config import ADDITIONAL_CONFIG_KEY, META_METHODS
+from vllm_crossspec.config import ADDITIONAL_CONFIG_KEY
 from vllm_crossspec.drafters.base import drafter_kind, load
 from vllm_crossspec.engine.frontend.refuse import (
     check_calibrations,
@@ -76,8 +76,8 @@ def build(engine_args: Any, target_model_config: Any, target_parallel_config: An
     for name, config in configs.items():
         kind = drafter_kind(settings.drafters[name].kind, "method")
         if kind.check_engine:
-            path = "speculative_config." + (f"drafters.{name}." if settings.method in META_METHODS else "")
-            load(kind.check_engine)(config, target_model_config, target_parallel_config, path)
+            check = load(kind.check_engine)
+            check(config, target_model_config, target_parallel_config, settings.path_of(name))
     if settings.verification == "match":
         _use_our_worker(target_parallel_config)
     engine_args.additional_config = {

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_crossspec.adaptive.calibration import check_drafter_calibration
-from vllm_crossspec.config import META_METHODS, CrossSpecConfig, settings_of
+from vllm_crossspec.config import CrossSpecConfig, settings_of
 from vllm_crossspec.drafters.base import drafter_kind, load
 from vllm_crossspec.drafters.checkpoint import read_config
 from vllm_crossspec.drafters.identity import known_model
@@ -27,10 +27,9 @@ def check_ngram_stores(settings: CrossSpecConfig, target: TargetFacts, target_mo
     for name, drafter in settings.drafters.items():
         if drafter.ngram is None:
             continue
-        prefix = f"drafters.{name}." if settings.method in META_METHODS else ""
         open_store(
             Path(drafter.ngram.model).expanduser(),
-            key=f"speculative_config.{prefix}ngram.model",
+            key=f"{settings.path_of(name)}ngram.model",
             order=drafter.ngram.order,
             vocab_size=target.vocab_size,
             tokenizer=tokenizer,
@@ -47,8 +46,7 @@ def check_calibrations(settings: CrossSpecConfig, target_model_config: Any) -> N
         return
     target = known_model(str(target_model_config.model), target_model_config.revision)
     for name, drafter in settings.drafters.items():
-        prefix = f"drafters.{name}." if settings.method in META_METHODS else ""
-        check_drafter_calibration(drafter, target, f"speculative_config.{prefix}adaptive.model")
+        check_drafter_calibration(drafter, target, f"{settings.path_of(name)}adaptive.model")
 
 
 def check_drafted_targets(settings: CrossSpecConfig, target_model_config: Any) -> None:
@@ -60,8 +58,7 @@ def check_drafted_targets(settings: CrossSpecConfig, target_model_config: Any) -
     for name, drafter in settings.drafters.items():
         kind = drafter_kind(drafter.kind, "")
         if kind.check_target:
-            prefix = f"drafters.{name}." if settings.method in META_METHODS else ""
-            key = f"speculative_config.{prefix}model"
+            key = f"{settings.path_of(name)}model"
             config = read_config(drafter.model, key, drafter.native.get("revision"))
             load(kind.check_target)(config, key, str(target_model_config.model), target_model_config.revision)
 
@@ -92,16 +89,13 @@ def check_target(settings: CrossSpecConfig, model_config: Any) -> None:
     """
     if not settings.has_trees:
         return
-    found = [
-        what
-        for what, present in (
-            ("recurrent (mamba) layers", model_config.is_hybrid or model_config.is_attention_free),
-            ("M-RoPE positions", model_config.uses_mrope),
-            ("latent attention (MLA)", model_config.use_mla),
-            ("sliding-window attention", model_config.get_sliding_window() is not None),
-        )
-        if present
-    ]
+    kinds = {
+        "recurrent (mamba) layers": model_config.is_hybrid or model_config.is_attention_free,
+        "M-RoPE positions": model_config.uses_mrope,
+        "latent attention (MLA)": model_config.use_mla,
+        "sliding-window attention": model_config.get_sliding_window() is not None,
+    }
+    found = [what for what, present in kinds.items() if present]
     if found:
         raise ValueError(
             f"speculative_config.tree: {model_config.model} has {' and '.join(found)}, over which draft trees cannot "

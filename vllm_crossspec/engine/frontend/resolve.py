@@ -19,7 +19,7 @@ def resolve(settings: CrossSpecConfig, target: TargetFacts, has_weights: bool = 
     """Fill in what the checkpoints say: draft lengths and tapped layers, each checked against the target."""
     drafters = {}
     for name, drafter in settings.drafters.items():
-        path = "speculative_config." + (f"drafters.{name}." if settings.method in META_METHODS else "")
+        path = settings.path_of(name)
         revision = drafter.native.get("revision")
         facts = check_drafter(drafter.kind, drafter.model, path + "model", target, revision, has_weights)
         tree = resolve_tree(drafter)

@@ -21,22 +21,17 @@ def can_measure(parallel_config: Any) -> bool:
 
 def resolve_schedules(settings: CrossSpecConfig, can_measure: bool) -> CrossSpecConfig:
     """Trees without a schedule get "auto"; none stays "auto" where nothing is measured or a drafter has its own."""
-    if settings.router is not None and settings.router.policy == "record":  # drafts are kept, and none is verified
-        return settings.model_copy(
-            update={
-                "drafters": {
-                    name: d.model_copy(update={"tree": d.tree.model_copy(update={"by_batch_size": {1: 0}})})
-                    for name, d in settings.drafters.items()
-                }
-            }
-        )
     given = [d.tree.by_batch_size for d in settings.drafters.values()]
-    is_auto = can_measure and not settings.records_trees and not any(isinstance(schedule, dict) for schedule in given)
+    trees_recorded = any(d.adaptive is not None and d.adaptive.type == "record" for d in settings.drafters.values())
+    is_auto = can_measure and not trees_recorded and not any(isinstance(schedule, dict) for schedule in given)
+    records = settings.router is not None and settings.router.policy == "record"
     drafters = {}
     for name, drafter in settings.drafters.items():
-        schedule = drafter.tree.by_batch_size
-        if schedule == "auto" or (schedule is None and not drafter.tree.is_chain):
-            tree = drafter.tree.model_copy(update={"by_batch_size": "auto" if is_auto else None})
-            drafter = drafter.model_copy(update={"tree": tree})
-        drafters[name] = drafter
+        schedule: Any = drafter.tree.by_batch_size
+        if records:
+            schedule = {1: 0}  # drafts are kept, and none is verified
+        elif schedule == "auto" or (schedule is None and not drafter.tree.is_chain):
+            schedule = "auto" if is_auto else None
+        tree = drafter.tree.model_copy(update={"by_batch_size": schedule})
+        drafters[name] = drafter.model_copy(update={"tree": tree})
     return settings.model_copy(update={"drafters": drafters})

@@ -1,4 +1,4 @@
-"""CUDA graphs of a drafter's first pass over the same few rows of every request."""
+"""CUDA graphs of a drafter's passes over the same few rows of every request."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from vllm_crossspec.engine.vllm_api.speculative import without_schedule
 
 
 class RowGraphManager(DFlashCudaGraphManager):
-    """CUDA graphs of a first pass whose attention metadata is the drafter's own.
+    """CUDA graphs of a pass whose attention metadata is the drafter's own.
 
     vLLM's first pass runs over the target's rows with the target's metadata. This one is called as that is.
 
@@ -19,6 +19,7 @@ class RowGraphManager(DFlashCudaGraphManager):
         cudagraph_mode: of the engine.
         rows_per_req: of every request.
         prepare: ``(num_reqs, attn_metadata)``, captured ahead of the pass.
+        causal: whether a request's rows see only those before them.
     """
 
     def __init__(
@@ -27,15 +28,16 @@ class RowGraphManager(DFlashCudaGraphManager):
         cudagraph_mode: CUDAGraphMode,
         rows_per_req: int,
         prepare: Callable[[int, dict[str, Any] | None], None] | None = None,
+        causal: bool = True,
     ):
         full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
         mode = CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE
         super().__init__(without_schedule(proposer.vllm_config), proposer.device, mode, decode_query_len=rows_per_req)
-        self.proposer = proposer
+        self.proposer, self.causal = proposer, causal
         self.prepare = prepare or (lambda num_reqs, attn_metadata: None)
 
     def capture(self, forward_fn: Callable[..., None], *target: Any, progress_bar_desc: str = "") -> None:
-        """Capture vLLM's ``_prefill``; the target's state, buffers and attention groups are not wanted."""
+        """Capture the pass; the target's state, buffers and attention groups, which vLLM hands over, are not wanted."""
         own = self.proposer
         super().capture(
             forward_fn,
@@ -44,7 +46,7 @@ class RowGraphManager(DFlashCudaGraphManager):
             own.attn_groups,
             own.kv_cache_config,
             own.max_model_len,
-            causal=True,
+            causal=self.causal,
             prepare_forward=self.prepare,
             progress_bar_desc=progress_bar_desc,
         )

@@ -40,12 +40,14 @@ class Generation(NamedTuple):
         num_target_calls: target passes that gave this request tokens: one for the prompt and one a round.
         accepted_histogram: ``[j]`` is the number of rounds in which j draft tokens were accepted (vLLM's own
             count, taken before the text is cut at its end); empty without speculation.
+        finish_reason: why it ended, in vLLM's word.
     """
 
     token_ids: list[int]
     text: str
     num_target_calls: int
     accepted_histogram: list[int]
+    finish_reason: str
 
 
 def run_job(argv: list[str], run: Callable[[dict[str, Any], Emit], None]) -> int:
@@ -86,13 +88,7 @@ def _run(job: dict[str, Any], emit: Emit) -> None:
     limit = llm.model_config.max_model_len
     for conversation in (c for group in prompts for c in group):
         conversation.next_prompt(limit)
-    _generate(
-        llm,
-        [prompts[0][0].next_prompt(limit)],
-        {**job["sampling"], "max_tokens": WARM_UP_TOKENS},
-        [0],
-        _silent,
-    )
+    generate(llm, {0: prompts[0][0].next_prompt(limit)}, {**job["sampling"], "max_tokens": WARM_UP_TOKENS}, _silent)
     emit("ready", seconds=time.perf_counter() - started, **environment())
     for group, conversations in zip(job["groups"], prompts, strict=True):
         before = _device_rows(llm)
@@ -119,7 +115,7 @@ def _device_rows(llm: Any) -> int | None:
     from vllm_crossspec.config import settings_of
 
     settings = settings_of(llm.llm_engine.vllm_config)
-    rows = 2 if settings is not None and settings.contemplates else 1
+    rows = 1 if settings is None else settings.rows_per_node
     return sum(rows * (s["drafts"] + s["draft_tokens"]) for s in stats.values())
 
 
@@ -225,42 +221,50 @@ def _answer(llm: Any, conversations: list[Conversation], sampling: dict[str, Any
     limit = llm.model_config.max_model_len
     generations: list[Generation] = []
     for turn in range(max(map(len, conversations))):
-        open_ones = [(i, c) for i, c in enumerate(conversations) if len(c) > turn]
-        prompts = [conversation.next_prompt(limit) for _, conversation in open_ones]
-        batch = _generate(llm, prompts, sampling, [i for i, _ in open_ones], emit)
-        for (_, conversation), generation in zip(open_ones, batch, strict=True):
-            conversation.add_answer(generation.text)
-        generations += batch
+        prompts = {i: c.next_prompt(limit) for i, c in enumerate(conversations) if len(c) > turn}
+        made = generate(llm, prompts, sampling, emit)
+        for i, generation in made.items():
+            conversations[i].add_answer(generation.text)
+        generations += made.values()
     return generations
 
 
-def _generate(
-    llm: Any, prompts: list[list[int]], sampling: dict[str, Any], offsets: list[int], emit: Emit
-) -> list[Generation]:
+def generate(
+    llm: Any,
+    prompts: dict[int, list[int]],
+    sampling: dict[str, Any],
+    emit: Emit,
+    after_step: Callable[[], None] = lambda: None,
+) -> dict[int, Generation]:
     """One batch, stepped by hand: every output that a step gives a request is one target pass for it.
 
     Args:
-        prompts: token ids of each prompt.
-        sampling: vLLM's sampling parameters; a seed in them is raised by the request's offset, so that
+        prompts: token ids of each prompt, by number; numbers are the requests' names.
+        sampling: vLLM's sampling parameters; a seed in them is raised by the prompt's number, so that
             requests of a batch draw apart and a request draws the same whatever its batch.
-        offsets: one per prompt.
+        emit: takes the progress.
+        after_step: called after every step of the engine.
+
+    Returns:
+        What became of each prompt, by number.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     engine = llm.llm_engine
-    requests = {str(i): Generation([], "", 0, []) for i in range(len(prompts))}
-    for (request_id, prompt), offset in zip(zip(requests, prompts, strict=True), offsets, strict=True):
-        seed = None if sampling.get("seed") is None else sampling["seed"] + offset
+    for number, prompt in prompts.items():
+        seed = None if sampling.get("seed") is None else sampling["seed"] + number
         params = SamplingParams(**{**sampling, "seed": seed}, output_kind=RequestOutputKind.DELTA)
-        engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+    made = dict.fromkeys(prompts, Generation([], "", 0, [], ""))
     while engine.has_unfinished_requests():
         outputs = engine.step()
         for output in outputs:
-            requests[output.request_id] = _extend(requests[output.request_id], output.outputs[0])
+            made[int(output.request_id)] = _extend(made[int(output.request_id)], output.outputs[0])
         if outputs:
             emit("progress", num_tokens=sum(len(output.outputs[0].token_ids) for output in outputs))
-    return list(requests.values())
+        after_step()
+    return made
 
 
 def _extend(generation: Generation, delta: Any) -> Generation:
@@ -270,6 +274,7 @@ def _extend(generation: Generation, delta: Any) -> Generation:
         text=generation.text + delta.text,
         num_target_calls=generation.num_target_calls + bool(delta.token_ids),
         accepted_histogram=generation.accepted_histogram if metrics is None else list(metrics.histogram),
+        finish_reason=delta.finish_reason or "",
     )
 
 

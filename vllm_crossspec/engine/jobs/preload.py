@@ -8,6 +8,8 @@ import gc
 import importlib
 import os
 
+from vllm_crossspec.drafters.base import own_kinds
+
 NEEDED = (
     "vllm.entrypoints.llm",
     "vllm.v1.engine.core",
@@ -16,21 +18,22 @@ NEEDED = (
     "vllm.compilation.backends",
     "vllm.entrypoints.launchers.cli_args",
     "vllm.model_executor.models.qwen3",
-    "vllm.model_executor.models.qwen3_dflash",
-    "vllm.model_executor.models.llama_eagle3",
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
     "vllm.v1.worker.gpu.spec_decode",
     "vllm_crossspec.engine.worker",
     "vllm_crossspec.engine.runner",
     "vllm_crossspec.engine.speculators.base",
 )
-"""What an engine imports when it starts. What cannot be imported is left to the engine, which says so better."""
+"""What every engine imports when it starts, beside what its drafter's kind says (``DrafterKind.preloads``)."""
 
 
 def preload() -> None:
-    """Import them all, and keep the garbage collector from ever looking at them again."""
+    """Import them all, and keep the garbage collector from ever looking at them again.
+
+    What cannot be imported is left to the engine, which says so better.
+    """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    for name in NEEDED:
+    for name in (*NEEDED, *(name for kind in own_kinds() for name in kind.preloads)):
         try:
             importlib.import_module(name)
         except Exception:  # noqa: BLE001 - a missing library is an OSError, and the server must not end

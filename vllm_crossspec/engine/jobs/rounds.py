@@ -24,7 +24,7 @@ def collect_rounds(job: dict[str, Any], emit: Emit) -> None:
     started = time.perf_counter()
     llm = start_engine(job["engine"])
     settings = settings_of(llm.llm_engine.vllm_config)
-    assert settings is not None and settings.records_trees
+    assert settings is not None
     facts = _facts(llm, settings)
     emit("ready", seconds=time.perf_counter() - started, **environment())
     for shard in job["shards"]:

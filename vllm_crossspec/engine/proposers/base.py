@@ -1,6 +1,7 @@
 """The interface that every drafter of this project fits."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -57,6 +58,12 @@ class Proposer(ABC):
     dtype: torch.dtype
     supports_mm_inputs: bool
     pcp_manager: Any
+    # vLLM's own protocol for speculators, which its base class provides.
+    load_model: Callable[[nn.Module], None]
+    set_attn: Callable[..., None]
+    set_eplb_state: Callable[[Any], None]
+    init_cudagraph_manager: Callable[[Any], None]
+    capture: Callable[[], None]
 
     @staticmethod
     def native_steps(drafts: DraftSettings) -> int:
@@ -136,32 +143,18 @@ class Proposer(ABC):
         """The cache groups of its layers."""
         return [group for group, members in enumerate(self.attn_groups) if members]
 
-    # The rest is vLLM's own protocol for speculators, which its base class provides.
-    def load_model(self, target_model: nn.Module) -> None:
-        raise NotImplementedError
-
-    def set_attn(
-        self,
-        model_state: Any,
-        kv_cache_config: Any,
-        block_tables: Any,
-        target_input_buffers: Any,
-        target_attn_groups: Any,
-    ) -> None:
-        raise NotImplementedError
-
-    def set_eplb_state(self, eplb_state: Any) -> None:
-        raise NotImplementedError
-
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        raise NotImplementedError
-
-    def capture(self) -> None:
-        raise NotImplementedError
-
 
 class HeadSampling:
-    """First choices from a proposer's head, in the place of vLLM's; stands before vLLM's speculator among the bases."""
+    """A proposer's own output layer in the place of vLLM's; stands before vLLM's speculator among the bases."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
+        super().__init__(vllm_config, device)  # type: ignore[call-arg]
+        self.name, self.drafts = name, drafts
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """The model, then its output layer."""
+        super().load_model(target_model)  # type: ignore[misc]
+        self.load_head()  # type: ignore[attr-defined]
 
     def sample_draft(
         self,

@@ -179,13 +179,14 @@ class DartProposer(DFlashProposer):
             None if dummy_run else self._context_slot_mappings[0][rows],
         )
 
-    def _run_rows(
+    def run_block(
         self,
         num_reqs: int,
+        num_tokens_padded: int,
         attn_metadata: dict[str, Any] | None,
         slot_mappings: dict[str, torch.Tensor] | None,
         num_tokens_across_dp: torch.Tensor | None,
-        cudagraph_runtime_mode: CUDAGraphMode,
+        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> tuple[torch.Tensor, NoiseKeys | None]:
         """Final states [num_reqs * K, H] of all query rows, and the keys of the noise that they are ranked with."""
         num_rows = num_reqs * self.num_query_per_req
@@ -198,36 +199,13 @@ class DartProposer(DFlashProposer):
                 hidden_states=self.hidden_states.index_select(0, self.entry_rows[:num_reqs]),
                 num_queries=self.num_query_per_req,
             )
-        return states, self.coupling(
-            self.sample_idx_mapping[:num_rows], self.sample_pos[:num_rows] - 1, self.temperature, self.seeds
-        )
+        return states, self.row_keys(num_rows)
 
-    def _generate_draft(
-        self,
-        num_reqs: int,
-        num_tokens_padded: int,
-        attn_metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, torch.Tensor] | None,
-        num_tokens_across_dp: torch.Tensor | None,
-        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
-    ) -> None:
-        """The forward and the first choice at every position."""
-        rows = self._run_rows(num_reqs, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode)
-        self.draft_tokens[:num_reqs] = self.head.choose(*rows).view(num_reqs, -1)
+    def _generate_draft(self, num_reqs: int, *arguments: Any, **options: Any) -> None:
+        """The forward and the first choice at every position (arguments are vLLM's)."""
+        tokens = self.head.choose(*self.run_block(num_reqs, *arguments, **options))
+        self.draft_tokens[:num_reqs] = tokens.view(num_reqs, -1)
 
 
 class DartTreeProposer(MarginalTreeProposer, DartProposer):
     """Trees from the same forward: by default the paper's, pruned by n-grams (section 4)."""
-
-    def _generate_draft(
-        self,
-        num_reqs: int,
-        num_tokens_padded: int,
-        attn_metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, torch.Tensor] | None,
-        num_tokens_across_dp: torch.Tensor | None,
-        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
-    ) -> None:
-        """The forward and the trees."""
-        rows = self._run_rows(num_reqs, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode)
-        self.build_trees(*rows, num_reqs)

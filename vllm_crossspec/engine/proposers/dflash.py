@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from vllm.config import CUDAGraphMode, VllmConfig, replace
+from vllm.config import VllmConfig, replace
 from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator, prepare_dflash_inputs
 
 from vllm_crossspec.engine.draft_settings import DraftSettings
+from vllm_crossspec.engine.heads import NoiseKeys
 from vllm_crossspec.engine.proposers.base import HeadSampling, Proposer
 from vllm_crossspec.engine.proposers.marginals import MarginalTreeProposer
 from vllm_crossspec.engine.vllm_api.propose import native_arguments
@@ -21,9 +22,8 @@ class DFlashProposer(HeadSampling, DFlashSpeculator, Proposer):
     """K tokens in one non-causal forward over [last token, K masks]; the context is K/V of target states."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
-        super().__init__(vllm_config, device)
+        super().__init__(vllm_config, device, name, drafts)
         self.vllm_config = without_schedule(self.vllm_config)
-        self.name, self.drafts = name, drafts
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The drafter's model, under a layer prefix of its own, with an attention that need not be causal."""
@@ -39,11 +39,6 @@ class DFlashProposer(HeadSampling, DFlashSpeculator, Proposer):
         overlaid = replace(config, attention_config=attention, cache_config=cache)
         return load_drafter(target_model, overlaid, self.name, "dflash_head")
 
-    def load_model(self, target_model: nn.Module) -> None:
-        """The model, then its output layer."""
-        super().load_model(target_model)
-        self.load_head()
-
     @property
     def head_rows_per_req(self) -> int:
         """A block's."""
@@ -54,6 +49,11 @@ class DFlashProposer(HeadSampling, DFlashSpeculator, Proposer):
         if self.drafts.from_one_row:
             return num_reqs
         return min(num_reqs * (self.drafts.num_nodes + 1), self.max_num_tokens)
+
+    def row_keys(self, num_rows: int) -> NoiseKeys | None:
+        """The keys of the target's noise for the rows of all blocks."""
+        slots, positions = self.sample_idx_mapping[:num_rows], self.sample_pos[:num_rows] - 1
+        return self.coupling(slots, positions, self.temperature, self.seeds)
 
     def propose_step(self, step: StepInputs) -> Candidates:
         """Write the context K/V of the step's tokens and draft a block for every request."""
@@ -114,21 +114,10 @@ class DFlashProposer(HeadSampling, DFlashSpeculator, Proposer):
 class DFlashTreeProposer(MarginalTreeProposer, DFlashProposer):
     """Trees from the block's marginals, still from one forward."""
 
-    def _generate_draft(
-        self,
-        num_reqs: int,
-        num_tokens_padded: int,
-        attn_metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, torch.Tensor] | None,
-        num_tokens_across_dp: torch.Tensor | None,
-        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
-    ) -> None:
-        """vLLM's forward of the block, then a tree in place of the first choices."""
+    def run_block(
+        self, num_reqs: int, num_tokens_padded: int, *arguments: Any, **options: Any
+    ) -> tuple[torch.Tensor, NoiseKeys | None]:
+        """vLLM's forward of the block."""
         num_rows = num_reqs * self.num_speculative_steps
-        states = self._run_model(
-            num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp, cudagraph_runtime_mode
-        )
-        keys = self.coupling(
-            self.sample_idx_mapping[:num_rows], self.sample_pos[:num_rows] - 1, self.temperature, self.seeds
-        )
-        self.build_trees(states[self.sample_indices[:num_rows]], keys, num_reqs)
+        states = self._run_model(num_tokens_padded, *arguments, **options)
+        return states[self.sample_indices[:num_rows]], self.row_keys(num_rows)

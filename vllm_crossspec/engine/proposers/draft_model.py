@@ -35,8 +35,7 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
     hidden_states: torch.Tensor
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
-        super().__init__(vllm_config, device)
-        self.name, self.drafts = name, drafts
+        super().__init__(vllm_config, device, name, drafts)
         # vLLM's drafters hand states on from step to step, one row a request; this one's own are of no use.
         self.hidden_states = self.hidden_states[: self.max_num_reqs].clone()
         self.nothing_rejected = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
@@ -48,11 +47,6 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
         """The model, under a layer prefix of its own; it shares nothing with the target."""
         self.draft_config = standalone_config(self.vllm_config)
         return load_language_model(self.draft_config, self.name)
-
-    def load_model(self, target_model: nn.Module) -> None:
-        """The model, then its output layer."""
-        super().load_model(target_model)
-        self.load_head()
 
     @property
     def attn_vllm_config(self) -> VllmConfig:

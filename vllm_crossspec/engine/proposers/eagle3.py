@@ -21,8 +21,7 @@ class Eagle3Proposer(HeadSampling, EagleSpeculator, Proposer):
     """A chain of K tokens, one forward of the one-layer drafter each (EAGLE-3, Li et al. 2025, section 3)."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
-        super().__init__(vllm_config, device)
-        self.name, self.drafts = name, drafts
+        super().__init__(vllm_config, device, name, drafts)
         num_layers = self.draft_model_config.hf_config.num_hidden_layers
         if drafts.from_one_row and num_layers != 1:  # a second layer's keys would need the first's attention
             raise ValueError(
@@ -34,11 +33,6 @@ class Eagle3Proposer(HeadSampling, EagleSpeculator, Proposer):
         """The drafter's model, under a layer prefix of its own."""
         overlaid = self.speculative_config.apply_draft_overrides(self.vllm_config)
         return load_drafter(target_model, overlaid, self.name, "eagle_head")
-
-    def load_model(self, target_model: nn.Module) -> None:
-        """The model, then its output layer."""
-        super().load_model(target_model)
-        self.load_head()
 
     # -- CUDA graphs ------------------------------------------------------------------------------------------
 

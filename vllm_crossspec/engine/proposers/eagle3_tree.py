@@ -11,7 +11,6 @@ import torch
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
-from vllm.v1.worker.gpu.spec_decode.dflash.cudagraph import DFlashCudaGraphManager
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
 from vllm_crossspec.adaptive.calibration import load_policy
@@ -23,13 +22,13 @@ from vllm_crossspec.drafters.eagle3.levels import prepare_growth, prepare_level
 from vllm_crossspec.engine.attention.base import DraftTail
 from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.graphs.query_lens import FirstPassGraphs
+from vllm_crossspec.engine.graphs.rows import RowGraphManager
 from vllm_crossspec.engine.proposers.base import empty_tree, first_rows
 from vllm_crossspec.engine.proposers.eagle3 import Eagle3Proposer
 from vllm_crossspec.engine.vllm_api import run
 from vllm_crossspec.engine.vllm_api.propose import native_arguments
-from vllm_crossspec.engine.vllm_api.speculative import without_schedule
-from vllm_crossspec.tree import torch_ops as tree_in_torch
-from vllm_crossspec.tree.dynamic import Beam, DynamicTree
+from vllm_crossspec.tree.base import tree_kind
+from vllm_crossspec.tree.dynamic import Beam
 from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.types import Candidates, Sizing, StepInputs
 
@@ -52,7 +51,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
         super().__init__(vllm_config, device, name, drafts)
-        assert drafts.top_k is not None and drafts.tree_nodes is not None
+        assert drafts.tree is not None and drafts.top_k is not None and drafts.tree_nodes is not None
         top_k, max_num_reqs = drafts.top_k, self.max_num_reqs
         self.tree = empty_tree(max_num_reqs, drafts.num_nodes, device)
         self.sizer: TreeSizer | None = None
@@ -61,8 +60,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
             policy = load_policy(drafts.adaptive, drafts.tree_nodes)
             self.sizer = TreeSizer(policy, drafts.depth, max_num_reqs, device)
             self.max_depth += policy.max_extension
-        build = DynamicTree if runs_kernels() else tree_in_torch.DynamicTree
-        self.builder = build(
+        self.builder = tree_kind(drafts.tree.type, "tree.type").load_builder()(
             num_nodes=drafts.tree_nodes,
             depth=self.max_depth,
             top_k=top_k,
@@ -83,8 +81,8 @@ class Eagle3TreeProposer(Eagle3Proposer):
         kept_rows = max_num_reqs * top_k if self.max_depth > drafts.depth else 0
         self.last_states = torch.zeros(kept_rows, self.hidden_size, dtype=self.dtype, device=device)
         self.scratches: dict[str, torch.Tensor] = {}
-        self.level_cudagraph_manager: DFlashCudaGraphManager | None = None
-        self.extension_managers: dict[int, DFlashCudaGraphManager] = {}
+        self.level_cudagraph_manager: RowGraphManager | None = None
+        self.extension_managers: dict[int, RowGraphManager] = {}
 
     def set_attn(self, *arguments: Any, **options: Any) -> None:
         """The attention of the drafter's layers, and a scratch for the trees' keys and values of each."""
@@ -116,16 +114,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
         super().init_cudagraph_manager(cudagraph_mode)
         if self.sizer is not None and not self.drafts.from_one_row:
             self._widen_first_pass(self.sizer.policy)
-        full = cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-
-        def manager() -> DFlashCudaGraphManager:
-            return DFlashCudaGraphManager(
-                without_schedule(self.vllm_config),
-                self.device,
-                CUDAGraphMode.FULL_DECODE_ONLY if full else CUDAGraphMode.NONE,
-                decode_query_len=self.level_rows,
-            )
-
+        manager = functools.partial(RowGraphManager, self, cudagraph_mode, self.level_rows, causal=False)
         self.level_cudagraph_manager = manager()
         extensions = self.sizer.policy.extensions if self.sizer is not None and self.grows_on else ()
         self.extension_managers = {extension: manager() for extension in sorted(set(extensions))}
@@ -147,16 +136,10 @@ class Eagle3TreeProposer(Eagle3Proposer):
         assert self.level_cudagraph_manager is not None
         graphs = [(self.level_cudagraph_manager, self._grow)]
         graphs += [(m, functools.partial(self._extend, extension)) for extension, m in self.extension_managers.items()]
-        for manager, forward in graphs:
+        for manager, grow in graphs:
+            # vLLM hands over rows, slots and a mode, too: a level has as many rows for every request, and no slots.
             manager.capture(
-                forward,
-                self.input_buffers,
-                self.block_tables,
-                self.attn_groups,
-                self.kv_cache_config,
-                self.max_model_len,
-                causal=False,
-                prepare_forward=lambda num_reqs, attn_metadata: None,
+                lambda num_reqs, _, metadata, __, across_dp, ___, grow=grow: grow(num_reqs, metadata, across_dp),
                 progress_bar_desc="Capturing draft tree CUDA graphs",
             )
 
@@ -174,9 +157,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
         idx_mapping: torch.Tensor,
         temperature: torch.Tensor,
         seeds: torch.Tensor,
-        draft_step: torch.Tensor,
-        draft_logits: torch.Tensor | None,
-        spec_step_idx: int = 0,
+        *_: Any,
     ) -> torch.Tensor:
         """The root's candidates, kept for :meth:`_grow`; returns the first of them (arguments are vLLM's)."""
         num_reqs = hidden_states.shape[0]
@@ -207,7 +188,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
         metadata = None
         if not options.get("skip_attn_for_dummy_run", False):
             metadata = self._level_metadata(how.desc, num_reqs, step.batch.seq_lens_cpu_upper_bound)
-        arguments = (num_reqs, how.desc.num_tokens, metadata, None, how.tokens_across_dp)
+        arguments = (num_reqs, metadata, how.tokens_across_dp)
         if how.in_graph:
             assert self.level_cudagraph_manager is not None
             self.level_cudagraph_manager.run_fullgraph(how.desc)
@@ -247,13 +228,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
         )
 
     def _grow(
-        self,
-        num_reqs: int,
-        num_rows: int,
-        attn_metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, torch.Tensor] | None,
-        num_tokens_across_dp: torch.Tensor | None,
-        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
+        self, num_reqs: int, attn_metadata: dict[str, Any] | None, num_tokens_across_dp: torch.Tensor | None
     ) -> None:
         """All ordinary levels from the root's candidates on; no sync, so that a graph can hold it.
 
@@ -274,16 +249,10 @@ class Eagle3TreeProposer(Eagle3Proposer):
         self,
         extension: int,
         num_reqs: int,
-        num_rows: int,
         attn_metadata: dict[str, Any] | None,
-        slot_mappings: dict[str, torch.Tensor] | None,
         num_tokens_across_dp: torch.Tensor | None,
-        cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> None:
-        """So many levels beyond the ordinary ones, of which each request gets its own share, then the finished trees.
-
-        ``num_rows`` and what follows ``num_tokens_across_dp`` are vLLM's protocol, as in :meth:`_grow`.
-        """
+        """So many levels beyond the ordinary ones, each request's own share of them, then the finished trees."""
         depth = self.drafts.depth
         beam = self.builder.resume(num_reqs, depth)
         rows = num_reqs * (self.builder.top_k if depth > 1 else 1)

@@ -1,5 +1,6 @@
 """Trees from the marginals of a parallel drafter: one forward gives the likeliest tokens of every position."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,9 @@ from vllm_crossspec.engine.heads import NoiseKeys
 from vllm_crossspec.engine.proposers.base import Proposer, empty_tree, first_rows
 from vllm_crossspec.ngram.contexts import last_tokens
 from vllm_crossspec.ngram.store import NgramStore, open_store, place
-from vllm_crossspec.tree import torch_ops
-from vllm_crossspec.tree.best_first import best_first
-from vllm_crossspec.tree.continuity import ContinuityTree, Scoring, product_scoring
-from vllm_crossspec.twins import runs_kernels
-from vllm_crossspec.types import Candidates, StepInputs, TokenTree
+from vllm_crossspec.tree.base import tree_kind
+from vllm_crossspec.tree.continuity import Scoring, product_scoring
+from vllm_crossspec.types import Candidates, StepInputs
 
 GIB = 1 << 30
 
@@ -37,7 +36,7 @@ class MarginalTrees:
         self.store = _placed_store(drafts, device)
         width = self.store.order - 1 if self.store is not None else 1
         self.contexts = torch.full((max_num_reqs, width), -1, dtype=torch.int64, device=device)
-        self._build_product = best_first if runs_kernels() else torch_ops.best_first
+        self._build = tree_kind(drafts.tree.type, "tree.type").load_builder(has_ngrams=self.store is not None)
         self.sizes = {
             "num_nodes": drafts.tree_nodes,
             "depth": drafts.depth,
@@ -50,10 +49,8 @@ class MarginalTrees:
             "stop_tokens": _stop_tokens(vllm_config),
             "backoff": drafts.ngram.backoff if drafts.ngram is not None else None,
         }
-        # The product of marginals needs no beam: a frontier finds the best prefixes one after another.
-        needs_beam = drafts.tree.type == "continuity" or self.store is not None
-        search = ContinuityTree if runs_kernels() else torch_ops.ContinuityTree
-        self.builder = search(**self.sizes) if needs_beam else None
+        # A search by a beam keeps buffers. A function needs none: it takes the best prefixes one after another.
+        self.builder = self._build(**self.sizes) if isinstance(self._build, type) else None
 
     def read_contexts(self, step: StepInputs, req_states: Any) -> None:
         """What n-grams go on from: the last known tokens of the batch; one launch before the drafter's forward."""
@@ -72,28 +69,28 @@ class MarginalTrees:
         shape = (num_reqs, self.drafts.depth, tokens.shape[1])
         log_probs, tokens = log_probs.view(shape), tokens.view(shape)
         if self.builder is None:
-            self._build_product(log_probs=log_probs, tokens=tokens, num_nodes=self.num_nodes, out=self.tree)
+            self._build(log_probs=log_probs, tokens=tokens, num_nodes=self.num_nodes, out=self.tree)
             return
         contexts = self.contexts[:num_reqs] if self.store is not None else None
         self.builder.build(log_probs=log_probs, tokens=tokens, contexts=contexts, out=self.tree)
-
-    def rows(self, num_reqs: int) -> TokenTree:
-        """The trees of the first requests, as views."""
-        return first_rows(self.tree, num_reqs)
 
 
 class MarginalTreeProposer(Proposer):
     """What makes a proposer of blocks one of trees: stands before it among the bases and builds in its graph.
 
-    The proposer's own ``_generate_draft`` is to hand its states to :meth:`build_trees`.
+    The proposer's own ``run_block`` takes the arguments of vLLM's ``_generate_draft``; it gives the final states
+    [num_reqs * K, H] of all positions, and the keys of their noise.
     """
+
+    run_block: Callable[..., tuple[torch.Tensor, NoiseKeys | None]]
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
         super().__init__(vllm_config, device, name, drafts)  # type: ignore[call-arg]
         self.trees = MarginalTrees(drafts, vllm_config, device)
 
-    def build_trees(self, states: torch.Tensor, keys: NoiseKeys | None, num_reqs: int) -> None:
-        """Trees of the first ``num_reqs`` requests, from the final states [num_reqs * K, H] of their positions."""
+    def _generate_draft(self, num_reqs: int, *arguments: Any, **options: Any) -> None:
+        """The forward of the blocks, then trees in the place of first choices."""
+        states, keys = self.run_block(num_reqs, *arguments, **options)
         assert self.drafts.top_k is not None
         self.trees.build(*self.head.candidates(states, keys, self.drafts.top_k), num_reqs)
 
@@ -101,7 +98,7 @@ class MarginalTreeProposer(Proposer):
         """Draft a tree for every request; forward and builder are one CUDA graph."""
         self.trees.read_contexts(step, self.req_states)
         super().propose_step(step)  # type: ignore[safe-super]
-        return Candidates(tree=self.trees.rows(step.batch.num_reqs))
+        return Candidates(tree=first_rows(self.trees.tree, step.batch.num_reqs))
 
 
 def _scoring(drafts: DraftSettings) -> Scoring:
@@ -109,9 +106,8 @@ def _scoring(drafts: DraftSettings) -> Scoring:
     tree = drafts.tree
     assert tree is not None
     ngram_weight = (tree.ngram_weight or 0.0) if drafts.ngram is not None else 0.0
-    if tree.type == "best_first":
+    if tree.logit_decay is None or tree.level_decay is None:
         return product_scoring(ngram_weight)
-    assert tree.logit_decay is not None and tree.level_decay is not None
     return Scoring(ngram_weight, tree.logit_decay, tree.level_decay)
 
 

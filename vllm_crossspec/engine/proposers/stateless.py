@@ -80,14 +80,7 @@ class StatelessProposer(Proposer):
     ) -> None:
         """There is no cache."""
 
-    def set_attn(
-        self,
-        model_state: Any,
-        kv_cache_config: Any,
-        block_tables: Any,
-        target_input_buffers: Any,
-        target_attn_groups: Any,
-    ) -> None:
+    def set_attn(self, *arguments: Any, **options: Any) -> None:
         """There is no attention."""
 
     def set_eplb_state(self, eplb_state: Any) -> None:

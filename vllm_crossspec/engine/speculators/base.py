@@ -174,6 +174,12 @@ class Speculator(StandInSpeculator):
         """
         return self.round(step_inputs(*arguments, **options))
 
+    def step_of(self, name: str, step: StepInputs) -> StepInputs:
+        """A step as one drafter takes it: with the states that it taps, and with options of its own."""
+        tapped = step.tapped_hidden_states
+        own = [tapped[i] for i in self.tap_indices[name]] if tapped else None
+        return step._replace(tapped_hidden_states=own, options=dict(step.options))
+
     @abstractmethod
     def round(self, step: StepInputs) -> torch.Tensor:
         """One round of drafting.

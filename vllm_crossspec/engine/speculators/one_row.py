@@ -58,7 +58,7 @@ class OneRowBatches:
     def step(self, step: StepInputs, batch: Any, features: torch.Tensor, **options: Any) -> StepInputs:
         """What a proposer takes of such a batch; ``features`` [R, F] are those of its rows."""
         num_reqs = batch.num_reqs
-        return StepInputs(
+        return step._replace(
             batch=batch,
             attn_metadata=None,
             slot_mappings=None,
@@ -66,11 +66,8 @@ class OneRowBatches:
             tapped_hidden_states=None,
             num_sampled=self.ones[:num_reqs],
             num_rejected=self.zeros[:num_reqs],
-            last_sampled=step.last_sampled,
-            next_prefill_tokens=step.next_prefill_tokens,
-            temperature=step.temperature,
-            seeds=step.seeds,
             options=options,
+            num_scheduled=None,
         )
 
 

@@ -64,13 +64,9 @@ class RecordingSpeculator(SingleSpeculator):
         if self._slots is None:
             self._slots = torch.empty_like(slots)
         self._slots.copy_(slots)
-        tapped = step.tapped_hidden_states
         for name, proposer in self.proposers.items():
-            own = [tapped[i] for i in self.tap_indices[name]] if tapped else None
             slots.copy_(self._slots)
-            drafts[name] = proposer.propose_step(
-                step._replace(tapped_hidden_states=own, options=dict(step.options)),
-            )
+            drafts[name] = proposer.propose_step(self.step_of(name, step))
         return drafts
 
     def _tensors(self, step: StepInputs, drafts: dict[str, Candidates]) -> dict[str, torch.Tensor]:

@@ -11,13 +11,10 @@ class SingleSpeculator(Speculator):
 
     def round(self, step: StepInputs) -> torch.Tensor:
         """See the base class."""
-        drafted, tapped = None, step.tapped_hidden_states
+        drafted = None
         wants_none = not step.is_dummy and (step.num_scheduled == 0 or self.all_opted_out(step.batch))
         for name, proposer in self.proposers.items():
-            own = step._replace(
-                tapped_hidden_states=[tapped[i] for i in self.tap_indices[name]] if tapped else None,
-                options=dict(step.options),
-            )
+            own = self.step_of(name, step)
             # A dummy run must touch every drafter: graphs, memory profile and expert parallelism depend on it.
             if (proposer is self.active and not wants_none) or step.is_dummy:
                 if len(self.proposers) == 1:

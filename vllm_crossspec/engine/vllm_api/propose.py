@@ -52,17 +52,7 @@ def step_inputs(
 
 def native_arguments(step: StepInputs) -> dict[str, Any]:
     """The keyword arguments of vLLM's ``propose`` for this step."""
-    return {
-        "input_batch": step.batch,
-        "attn_metadata": step.attn_metadata,
-        "slot_mappings": step.slot_mappings,
-        "last_hidden_states": step.last_hidden_states,
-        "aux_hidden_states": step.tapped_hidden_states,
-        "num_sampled": step.num_sampled,
-        "num_rejected": step.num_rejected,
-        "last_sampled": step.last_sampled,
-        "next_prefill_tokens": step.next_prefill_tokens,
-        "temperature": step.temperature,
-        "seeds": step.seeds,
-        **step.options,
-    }
+    given, vllms_names = step._asdict(), {"batch": "input_batch", "tapped_hidden_states": "aux_hidden_states"}
+    options = given.pop("options")
+    del given["num_scheduled"]  # of the engine; a drafter's own is among its options
+    return {vllms_names.get(name, name): value for name, value in given.items()} | options
