@@ -171,6 +171,7 @@ def furnish(folder: Path, file: Path) -> None:
     for name in ("TEXT", "PYTHON_LIBRARY_FOLDER", "DOCUMENTATION_FOLDER"):
         (folder / name).mkdir()
     tiny_training.write_text(folder / "TEXT")
+    shutil.copy(folder / "TEXT" / "train-a.jsonl", folder / "texts.jsonl")
     shutil.copy(json.__file__, folder / "PYTHON_LIBRARY_FOLDER")
     shutil.copy(ROOT / "README.md", folder / "DOCUMENTATION_FOLDER" / "README.txt")
     if file.name != "pocket-models.md":  # whose commands make these

@@ -3,8 +3,8 @@
 bash reads each command, with its quotes, patterns, pipes and `$(cat FILE)`. What it would start is handed to us where
 a process would take seconds to import vLLM or torch: `crossspec` and Python's scripts run in this process, `make` says
 what it would run, and a server is an engine in this process, started with what vLLM's own parser makes of the command,
-unless a later command of the page talks to it. `pytest` runs one of a file's tests. All else (`awk`, `curl`, `grep`,
-`mkdir`) bash runs itself.
+unless `curl` talks to it next. `pytest` runs one of a file's tests. All else (`awk`, `curl`, `grep`, `mkdir`) bash runs
+itself.
 """
 
 import contextlib
@@ -72,7 +72,8 @@ class Walk:
             AssertionError: it failed; the message has document, line, command and what it said.
         """
         for number, command in enumerate(chosen):
-            self._is_asked = any("curl" in later.words for later in chosen[number + 1 :])
+            later = [other.words[0] for other in chosen[number + 1 :] if other.words[0] in ("curl", "vllm")]
+            self._is_asked = later[:1] == ["curl"]
             try:
                 self.run(command.text)
             except (Exception, SystemExit) as problem:
