@@ -1,7 +1,8 @@
 """Reading the documents as their readers do: links, commands, and what is pasted from them.
 
-Nothing is run. A command is held against what would take it: click's own parser for ``crossspec``, the Makefile, the
-options that a benchmark's or vLLM's source declares, our parser for what stands after ``--speculative-config``.
+Nothing is run here (`walkthrough.py` does that). A command is held against what would take it: click's own parser for
+``crossspec``, the Makefile, the options that a benchmark's or vLLM's source declares, our parser for what stands after
+``--speculative-config``.
 """
 
 import ast
@@ -22,7 +23,7 @@ PACKAGE = ROOT / "vllm_crossspec"
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
-    *(ROOT / name / "README.md" for name in ("benchmarks", "configs")),
+    *(ROOT / name / "README.md" for name in ("benchmarks", "configs", "tests")),
 ]
 LANGUAGES = {"bash", "json", "python", "text", "toml"}
 FOLDERS = ("benchmarks", "configs", "cpu_lane", "docs", "tests", "vllm_crossspec")
@@ -134,9 +135,9 @@ def bad_blocks(text: str) -> Iterator[str]:
         if block.language not in LANGUAGES:
             yield f"{block.line}: the block names no language of {', '.join(sorted(LANGUAGES))}"
         elif block.language == "bash":
-            for number, words in commands(block):
-                with _told(number) as told:
-                    check_command(words)
+            for command in commands(block):
+                with _told(command.line) as told:
+                    check_command(command.words)
                 yield from told
         elif block.language != "text":
             check = {"json": check_json, "python": check_python, "toml": check_toml}[block.language]
@@ -154,8 +155,20 @@ def _told(number: int) -> Iterator[list[str]]:
         told.append(f"{number}: {problem}")
 
 
-def commands(block: Block) -> Iterator[tuple[int, list[str]]]:
-    """(line number, words) of every command, operators among the words; a command may go over several lines."""
+class Command(NamedTuple):
+    """A command of a block: the line of its first line, its words with operators among them, the text that a shell
+    gets. It may go over several lines."""
+
+    line: int
+    words: list[str]
+    text: str
+
+    def __str__(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def commands(block: Block) -> Iterator[Command]:
+    """Every command of a block."""
     waiting, first = "", block.line
     for offset, line in enumerate(block.lines):
         first = block.line + offset if not waiting else first
@@ -170,11 +183,18 @@ def commands(block: Block) -> Iterator[tuple[int, list[str]]]:
         except ValueError:  # a quotation goes on
             waiting += "\n"
             continue
-        waiting = ""
+        text, waiting = waiting, ""
         if words:
-            yield first, words
+            yield Command(first, words, text)
     if waiting:
-        yield first, ["unfinished:", waiting.split("\n")[0]]
+        yield Command(first, ["unfinished:", waiting.split("\n")[0]], waiting)
+
+
+def all_commands(text: str) -> Iterator[Command]:
+    """Every command of a document's blocks for a shell, in order."""
+    for block in read(text).blocks:
+        if block.language == "bash":
+            yield from commands(block)
 
 
 def check_command(words: Sequence[str]) -> None:

@@ -17,6 +17,16 @@ def package(folder, module="", **entries):
     (info / "entry_points.txt").write_text("\n".join([f"[{base.GROUP}]", *lines, ""]))
     if module:
         (folder / f"{name}.py").write_text(module)
+    with installed(folder):
+        try:
+            yield
+        finally:
+            sys.modules.pop(name, None)
+
+
+@contextlib.contextmanager
+def installed(folder):
+    """A folder of packages is looked into."""
     sys.path.insert(0, str(folder))
     base._others.cache_clear()
     loaded = dict(base._loaded)
@@ -25,7 +35,6 @@ def package(folder, module="", **entries):
         yield
     finally:
         sys.path.remove(str(folder))
-        sys.modules.pop(name, None)
         base._others.cache_clear()
         base._loaded.clear()
         base._loaded.update(loaded)

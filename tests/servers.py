@@ -78,16 +78,23 @@ class Server(NamedTuple):
         self.process.wait()
 
 
+def serving(spec: dict[str, Any] | None, *extra: str) -> contextlib.AbstractContextManager[Server]:
+    """A server of the pocket target."""
+    return started(command(spec, *extra))
+
+
 @contextlib.contextmanager
-def serving(spec: dict[str, Any] | None, *extra: str) -> Iterator[Server]:
-    """Start a server on a free port, wait until it is healthy, stop it at the end."""
+def started(words: list[str], folder: Path | None = None) -> Iterator[Server]:
+    """Start a server in this folder on a free port, wait until it is healthy, stop it at the end."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = Path(tempfile.mkstemp(suffix=".log")[1])
-    arguments = [*command(spec, *extra), "--host", "127.0.0.1", "--port", str(port)]
+    arguments = [*words, "--host", "127.0.0.1", "--port", str(port)]
     with log.open("wb") as stream:
-        process = subprocess.Popen(arguments, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            arguments, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True, cwd=folder
+        )
     server = Server(process, port, log)
     try:
         _wait_until_healthy(server)

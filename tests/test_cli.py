@@ -364,6 +364,8 @@ def test_two_configs_of_one_name_are_refused(tmp_path):
         read_configs(files)
     with pytest.raises(ValueError, match="'plain'"):
         read_configs([spec_file(tmp_path, "plain")])
+    with pytest.raises(ValueError, match='^--spec {"method": "x"}: write it to a file and name that'):
+        read_configs([Path('{"method": "x"}')])
 
 
 def test_every_command_explains_itself(crossspec):

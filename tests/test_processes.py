@@ -27,7 +27,7 @@ print("into the log", flush=True)
 events.write(json.dumps({
     "event": "ready", "name": __name__, "session": os.getsid(0), "pid": os.getpid(),
     "cores": sorted(os.sched_getaffinity(0)), "bound": os.environ.get("VLLM_CPU_OMP_THREADS_BIND"),
-    "asked": os.environ.get("CROSSSPEC_ASKED"),
+    "asked": os.environ.get("CROSSSPEC_ASKED"), "folder": os.getcwd(),
 }) + "\\n")
 exec(job["then"])
 """
@@ -52,15 +52,19 @@ def forked(monkeypatch, tmp_path):
     assert "into the log" in log_file.read_text()
 
 
-def test_a_fork_is_a_process_of_its_own(forked, monkeypatch):
+def test_a_fork_is_a_process_of_its_own(forked, monkeypatch, tmp_path):
     monkeypatch.setenv("CROSSSPEC_ASKED", "yes")
     core = min(os.sched_getaffinity(0))
+    with forked("sys.exit()"):  # the server is there, and this process goes elsewhere
+        pass
+    monkeypatch.chdir(tmp_path)
     with forked("sys.exit(3)", [core]) as (process, events):
         assert isinstance(process, processes._Forked)
         (event,) = events
         assert process.wait() == 3
     assert event["name"] == "__main__" and event["session"] == event["pid"] == process.pid != os.getpid()
     assert event["cores"] == [core] and event["bound"] == str(core) and event["asked"] == "yes"
+    assert event["folder"] == str(tmp_path)
 
 
 def test_a_fork_that_is_killed_says_by_what(forked):

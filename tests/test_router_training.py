@@ -340,6 +340,9 @@ def test_from_records_to_a_router_a_table_and_pictures(tmp_path, monkeypatch, ca
         options = ("--records", folder, "--router", router, "--policy", policy, "--json", files["json"])
         run(monkeypatch, "calibrate", *options, "--picture", files["picture"], "--points", 9)
         found = json.loads(files["json"].read_text())
+        (threshold,) = found["overall"]["thresholds"]
+        said = f'use it with "policy": "{policy}", "threshold": {threshold:g} in `router`'
+        assert said in capsys.readouterr().out
         assert set(found["by_category"]) == {"chat", "math"} and found["meta"]["num_texts"] == 60
         assert files["picture"].read_bytes().startswith(b"\x89PNG")
     document = tmp_path / "oracle.json"

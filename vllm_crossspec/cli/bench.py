@@ -85,11 +85,13 @@ def read_configs(files: list[Path]) -> dict[str, dict[str, Any] | None]:
     """Speculative configs by the names of their files.
 
     Raises:
-        ValueError: a file that is no JSON object, or a name that two files share.
+        ValueError: a file that is no JSON object, a name that two files share, or JSON in a file's place.
         OSError: a file cannot be read.
     """
     configs: dict[str, dict[str, Any] | None] = {}
     for file in files:
+        if str(file).startswith("{"):
+            raise ValueError(f"--spec {file}: write it to a file and name that; the file's name is the row's")
         name = file.stem
         if name in configs or name == PLAIN:
             raise ValueError(f"--spec {file}: another row is called {name!r} already: rename the file")

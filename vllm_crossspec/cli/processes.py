@@ -68,7 +68,7 @@ def engine_process(
         cores: that the process keeps to; none for all. On a CPU only.
     """
     read_end, write_end = os.pipe()
-    environment = {**CHILD_DEFAULTS, **os.environ}
+    environment = {**CHILD_DEFAULTS, **os.environ, "PWD": os.getcwd()}
     if cores:
         environment[BOUND_CORES] = ",".join(map(str, cores))
     start: Starter = _fork if _can_fork() else _start

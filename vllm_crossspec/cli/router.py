@@ -110,6 +110,9 @@ def calibrate(
     console = wide_console()
     console.print(best)
     console.print(_grid(rows, loaded))
+    thresholds = _numbers(found.overall.thresholds)
+    thresholds = f"[{thresholds}]" if len(names) > 2 else thresholds
+    typer.echo(f'use it with "policy": "{policy}", "threshold": {thresholds} in `router`')
     if picture is not None:
         from vllm_crossspec.training.pictures import draw_calibration
 

@@ -12,6 +12,8 @@ def run(
 ) -> None:
     """Be the process of an engine: a session, a log, an environment and cores of its own; then run the module.
 
+    It works in the folder ``PWD`` of the environment: the server may have been started in another one.
+
     Args:
         module: as ``python -m`` takes it.
         job_file: its first argument.
@@ -21,6 +23,7 @@ def run(
         cores: to keep to; none for all.
     """
     os.setsid()
+    os.chdir(environment["PWD"])
     log = os.open(log_file, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
