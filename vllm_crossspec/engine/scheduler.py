@@ -54,13 +54,13 @@ class OptOutScheduler(Native):
                 self._live.saw_round(*last[1:], self._last_round[0] - last[0])
         return output
 
-    def _round_of(self, output: Any) -> tuple[float, int, int] | None:
+    def _round_of(self, scheduler_output: Any) -> tuple[float, int, int] | None:
         """Now, width and number of requests; None where some prefill, or verify another width than is drafted."""
-        drafts, width = output.scheduled_spec_decode_tokens, output.num_spec_tokens_to_schedule
-        num_reqs = len(output.num_scheduled_tokens)
+        drafts, width = scheduler_output.scheduled_spec_decode_tokens, scheduler_output.num_spec_tokens_to_schedule
+        num_reqs = len(scheduler_output.num_scheduled_tokens)
         widest = max(map(len, drafts.values()), default=0)
         rows = num_reqs + sum(map(len, drafts.values()))
-        if not num_reqs or width != widest or output.total_num_scheduled_tokens != rows:
+        if not num_reqs or width != widest or scheduler_output.total_num_scheduled_tokens != rows:
             return None
         return time.perf_counter(), width, num_reqs
 

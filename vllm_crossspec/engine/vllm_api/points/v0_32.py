@@ -186,14 +186,17 @@ vllm.v1.core.sched.async_scheduler
   AsyncScheduler._update_after_schedule(self scheduler_output) - overridden: the placeholders of drafts are set here
 vllm.v1.core.sched.output
   GrammarOutput.{grammar_bitmask structured_output_request_ids} - read: masks of contemplate rows are left out
-  SchedulerOutput.{finished_req_ids num_scheduled_tokens preempted_req_ids scheduled_new_reqs
-      scheduled_spec_decode_tokens total_num_scheduled_tokens} - read: the requests of a step and their drafts
+  SchedulerOutput.{finished_req_ids num_scheduled_tokens num_spec_tokens_to_schedule preempted_req_ids
+      scheduled_new_reqs scheduled_spec_decode_tokens total_num_scheduled_tokens} - read: the requests of a step
+      and their drafts
 vllm.v1.core.sched.scheduler
   Scheduler._update_after_schedule(self scheduler_output) - overridden: the asynchronous scheduler sets the placeholders
       of drafts here
   Scheduler.make_spec_decoding_stats(self spec_decoding_stats num_draft_tokens num_accepted_tokens
       num_invalid_spec_tokens request_id) - overridden: rows of a request that opted out are no drafts
   Scheduler.update_draft_token_ids(self draft_token_ids) - overridden: the other one takes the drafts here
+  Scheduler.schedule(self throttle_prefills) - overridden: rounds are timed where draft lengths follow the load
+  Scheduler.{dynamic_sd_lookup} - set: draft lengths that follow the load
   Scheduler.{requests running vllm_config} - read: the requests, and which of them opted out
 vllm.v1.engine.core
   EngineCore._initialize_kv_caches(self vllm_config) - replaced: the schedule chosen from measured steps is in the
