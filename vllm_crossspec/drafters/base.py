@@ -46,6 +46,8 @@ class DrafterKind(NamedTuple):
             that are given a folder and no kind.
         head_states: module with ``check_drafter_format(folder)`` and ``drafted_states(folder, target_folder, prompts,
             *, new_tokens, device, progress)``, the states that its output layer sees; empty where they cannot be had.
+        inflate: module with ``recipes(source, target)`` and ``config(source, target, folder)``, by which checkpoints
+            grow with their target (``crossspec inflate``); empty where they cannot.
     """
 
     name: str
@@ -70,6 +72,7 @@ class DrafterKind(NamedTuple):
     check_engine: str = ""
     marks: tuple[str, ...] = ()
     head_states: str = ""
+    inflate: str = ""
 
     def load_checkpoint_module(self) -> Any:
         """The module that reads this kind's checkpoints."""

@@ -18,4 +18,5 @@ KIND = DrafterKind(
     speculators_reader="vllm_crossspec.engine.models.confu_config:read",
     check_target="vllm_crossspec.drafters.confu.checkpoint:check_target",
     marks=("confu",),
+    inflate="vllm_crossspec.drafters.confu.inflate",
 )

@@ -20,4 +20,5 @@ KIND = DrafterKind(
     # As the checkpoint has it, and as vLLM renames it for its block drafters.
     models=MappingProxyType({"LlamaForCausalLMDart": _MODEL, "DFlashLlamaForCausalLMDart": _MODEL}),
     marks=("dart",),
+    inflate="vllm_crossspec.drafters.dart.inflate",
 )

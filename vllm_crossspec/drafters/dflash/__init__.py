@@ -12,4 +12,5 @@ KIND = DrafterKind(
     supplies="marginals",
     is_autoregressive=False,
     marks=("dflash",),
+    inflate="vllm_crossspec.drafters.dflash.inflate",
 )

@@ -10,4 +10,5 @@ KIND = DrafterKind(
     ties_head=True,
     can_share=False,
     check_engine="vllm_crossspec.drafters.draft_model.checkpoint:check_follows",
+    inflate="vllm_crossspec.drafters.draft_model.inflate",
 )

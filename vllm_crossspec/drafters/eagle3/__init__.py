@@ -13,4 +13,5 @@ KIND = DrafterKind(
     supplies="levels",
     marks=("eagle",),
     head_states="vllm_crossspec.training.head_states",
+    inflate="vllm_crossspec.drafters.eagle3.inflate",
 )
