@@ -33,12 +33,13 @@ class Sizes(NamedTuple):
     """The shape of the target."""
 
     shape: Annotated[
-        str | None, Option(help="0.2b, 0.6b, 1.7b, 4b or 8b: Qwen3's layers, widths and heads; 0.2b is 0.6b's width.")
+        str | None,
+        Option(
+            help="0.2b, 0.6b, 1.7b, 4b or 8b, as Qwen3's. Sizes below take their default from it, else from the source."
+        ),
     ] = None
     hidden: Annotated[int | None, Option(min=1, help="Channels: a multiple of the source's.")] = None
-    layers: Annotated[
-        int | None, Option(min=1, help="Decoder layers. Default, as of all sizes: --shape's, else the source's.")
-    ] = None
+    layers: Annotated[int | None, Option(min=1, help="Decoder layers.")] = None
     mlp: Annotated[int | None, Option(min=1, help="Width of the MLPs.")] = None
     heads: Annotated[int | None, Option(min=1, help="Query heads.")] = None
     kv_heads: Annotated[int | None, Option(min=1, help="Key/value heads.")] = None
@@ -55,7 +56,7 @@ def inflate(
     drafters: Annotated[
         str | None,
         Option(
-            help="Comma-separated folders beside the target: drafters, clusters, router, calibration, n-grams; or `none`. "
+            help="Comma-separated folders beside the target: drafters, clusters, router and so on; or `none`. "
             "Default: all that can grow with it."
         ),
     ] = None,
