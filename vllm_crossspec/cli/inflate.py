@@ -12,7 +12,8 @@ from rich.table import Table
 from typer import Option
 
 from vllm_crossspec.cli import runner
-from vllm_crossspec.cli.demo import METHODS, POCKET, first_of_each, job_of, pocket_folders
+from vllm_crossspec.cli.compare import run_all
+from vllm_crossspec.cli.demo import METHODS, POCKET, SIDE_BY_SIDE, first_of_each, job_of, pocket_folders
 from vllm_crossspec.cli.options import grouped, name_list
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.runner import PLAIN, Run
@@ -26,6 +27,15 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 1, 32
 """Of each category, and of each answer."""
+INFLATED = ", inflated"
+DIFFERS = (
+    "crossspec: the inflated models differ from their source; a near-tie in float32 may do that where a state lies in "
+    "copies (--help), and nothing else should"
+)
+ROUTER = {"policy": "neural", "model": "{pocket}/router", "threshold": 0.0}
+"""One whose threshold does not hang on what rounds cost."""
+SMALL_BYTES = 10**9
+"""Of models of which several engines may run at a time."""
 GREEDY = {"temperature": 0.0, "max_tokens": CHECKED_TOKENS}
 
 
@@ -68,7 +78,11 @@ def inflate(
     ] = None,
     device: Annotated[str, Option(help="auto, cpu or cuda: where tensors are made.")] = "auto",
     check: Annotated[
-        bool, Option("--check/--no-check", help="Generate with both, in float32, and compare texts and acceptance.")
+        bool,
+        Option(
+            "--check/--no-check",
+            help="Generate with both, in float32 (memory: twice that of bfloat16), and compare texts and acceptance.",
+        ),
     ] = True,
     overwrite: Annotated[bool, Option("--overwrite", help="Replace what an earlier run wrote.")] = False,
 ) -> None:
@@ -99,7 +113,8 @@ def inflate(
         folder.write_plan(plan, out, report)
     Console().print(_description(out, plan))
     if check:
-        compare(model.resolve().parent, out, [part.name for part in plan.parts])
+        names, side_by_side = [part.name for part in plan.parts], SIDE_BY_SIDE if plan.size < SMALL_BYTES else 1
+        compare(model.resolve().parent, out, names, side_by_side)
 
 
 def _wish(
@@ -162,52 +177,45 @@ def _description(out: Path, plan: "Plan") -> Table:
 
 
 def checked_methods(names: Sequence[str]) -> dict[str, dict[str, Any] | None]:
-    """Of the demo's methods those that use each of these folders, one for each; `plain` first.
-
-    A router goes by a threshold that does not hang on what rounds cost.
-    """
+    """Of the demo's methods those that use these folders, one for each; `plain` first."""
     left, methods = set(names) - {"target"}, {PLAIN: METHODS[PLAIN]}
     for name, config in METHODS.items():
         used = set(pocket_folders(config)) - {"target"}
         if used & left and used <= set(names):
             if config is not None and config.get("router"):
-                config = {**config, "router": {"policy": "neural", "model": "{pocket}/router", "threshold": 0.0}}
+                name, config = "whiflash", {**config, "router": ROUTER}
             methods[name] = config
             left -= used
     return methods
 
 
-def compare(source: Path, out: Path, names: Sequence[str]) -> None:
+def compare(source: Path, out: Path, names: Sequence[str], side_by_side: int) -> None:
     """Generate with both folders' models and print what is the same; exit with 1 where something is not.
 
     Args:
         source, out: folders with target/ and drafters.
         names: of the folders in ``out``.
+        side_by_side: engines that run at a time, on a CPU.
     """
     prompts = first_of_each(read_prompts(POCKET / "prompts.jsonl"), CHECKED_PROMPTS)
     methods = checked_methods(names)
-    table, is_same = Table(title=f"{source} and {out}: {len(prompts)} prompts, {CHECKED_TOKENS} tokens"), True
+    jobs = [
+        job_of(name + ending, config, folder, prompts, GREEDY)
+        for name, config in methods.items()
+        for ending, folder in (("", source), (INFLATED, out))
+    ]
+    runs = {run.method: run for run in run_all(jobs, side_by_side)}
+    table = Table(title=f"{out} beside {source}: {len(prompts)} prompts, {CHECKED_TOKENS} tokens each")
     for column in ("method", "text", "accepted in each round", "acceptance length"):
         table.add_column(column, justify="right" if column == "acceptance length" else "left")
-    with bars() as progress:
-        task = progress.add_task("checking", total=2 * len(methods))
-        for name, config in methods.items():
-            runs = []
-            for folder in (source, out):
-                job = job_of(name, config, folder, prompts, GREEDY)
-                runs.append(runner.run(job, lambda event: None))
-                progress.advance(task)
-            cells, is_row_same = _compared(runs)
-            table.add_row(name, *cells)
-            is_same &= is_row_same
+    is_same = []
+    for name in methods:
+        cells, is_row_same = _compared([runs[name], runs[name + INFLATED]])
+        table.add_row(name, *cells)
+        is_same.append(is_row_same)
     Console().print(table)
-    if not is_same:
-        typer.secho(
-            "crossspec: the inflated models differ; a near-tie in float32 may do that where a state lies in copies "
-            "(--help), and nothing else should",
-            fg=typer.colors.RED,
-            err=True,
-        )
+    if not all(is_same):
+        typer.secho(DIFFERS, fg=typer.colors.RED, err=True)
         raise typer.Exit(1)
 
 
