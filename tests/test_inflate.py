@@ -22,8 +22,8 @@ from vllm_crossspec.shapes.growth import SHAPES, Growth, Shape, Width, place_lay
 
 e2e = pytest.mark.e2e
 
-SIZES = {"hidden": 1024, "layers": 10, "mlp": 800, "heads": 12, "kv_heads": 4}
-"""Groups of three query heads where the pocket target has groups of two."""
+SIZES = {"hidden": 1024, "layers": 10, "mlp": 800, "heads": 16, "kv_heads": 4}
+"""Groups of four query heads where the pocket target has groups of two."""
 DRAFT = Shape(hidden=512, layers=3, mlp=600, heads=4, kv_heads=2)
 PROMPTS, MAX_TOKENS = 4, 24
 SPECS = {name: METHODS[name] for name in (
@@ -254,6 +254,7 @@ def test_the_check_sees_a_token_and_a_round_that_differ():
         ("--hidden 128", "--hidden 128: --model has 256; give that or more"),
         ("--layers 4", "--layers 4: --model has 8; give that or more"),
         ("--heads 6 --kv-heads 4", "--heads 6 --kv-heads 4: give a multiple of the key/value heads, at least 2"),
+        ("--heads 12 --kv-heads 2", "--heads 12: give a divisor of the 256 channels"),
         ("--kv-heads 1", "--kv-heads 1: --model has 2; give that or more"),
         ("--shape 0.2b --dtype int8", "--dtype int8: choose float32 or bfloat16"),
         ("--shape 0.2b --device tpu", "--device tpu: choose auto, cpu or cuda"),

@@ -159,6 +159,10 @@ def grow(old: Shape, new: Shape, head_dim: int, places: Sequence[int], key: str)
             f"--heads {new.heads} --kv-heads {new.kv_heads}: give a multiple of the key/value heads, at least {group} "
             f"for each as {key} has, {group * new.kv_heads} for example"
         )
+    if new.hidden % new.heads and new != old:
+        raise ValueError(
+            f"--heads {new.heads}: give a divisor of the {new.hidden} channels, which Llama's config needs"
+        )
     return Growth(old, new, head_dim, tuple(places))
 
 
