@@ -98,7 +98,8 @@ def inflate(
     four (2048, 2560), a state lies there in two or four copies for that, which changes the order of its mean square,
     so that in float32 a near-tie may fall the other way once in a long text.
 
-    The vocabulary, the size of a head and the drafters' number of layers stay the source's.
+    The vocabulary, the size of a head and the drafters' number of layers stay the source's; the pocket's DFlash has two
+    layers, public ones have five.
 
     Example: crossspec inflate --out big --shape 0.6b && crossspec demo --pocket big
     """

@@ -21,6 +21,7 @@ from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.drafters.identity import identify
 from vllm_crossspec.heads.flashhead import inflate as clusters
 from vllm_crossspec.heads.flashhead.assets import FOLDER_KEY
+from vllm_crossspec.heads.flashhead.embedding import read_json
 from vllm_crossspec.inflate.write import Report, num_bytes, write_checkpoint
 from vllm_crossspec.router import inflate as router
 from vllm_crossspec.router.checkpoint import FACTS_FILE as ROUTER_FILE
@@ -224,7 +225,7 @@ class _Beside:
         if folder.resolve() == self._model:
             if is_wanted:
                 raise ValueError(f"--drafters {name}: that is --model itself; name folders beside it")
-        elif config.is_file() and FOLDER_KEY not in json.loads(config.read_text()):
+        elif config.is_file() and FOLDER_KEY not in read_json(config, f"--drafters {name}:"):
             self._drafters[name] = self._drafter(name, folder)
         elif other := next((make for make in self._makers() if (folder / make[0]).is_file()), None):
             self._others[name] = other[1]
