@@ -13,6 +13,7 @@ from vllm_crossspec.cli.collect import collect
 from vllm_crossspec.cli.demo import demo
 from vllm_crossspec.cli.doctor import doctor
 from vllm_crossspec.cli.flashhead import app as flashhead_app
+from vllm_crossspec.cli.inflate import inflate
 from vllm_crossspec.cli.ngram import app as ngram_app
 from vllm_crossspec.cli.processes import EngineError
 from vllm_crossspec.cli.router import oracle, trace
@@ -29,7 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, bench, doctor, collect, oracle, trace):
+for command in (demo, bench, doctor, collect, oracle, trace, inflate):
     app.command()(command)
 for group in (calibrate_app, ngram_app, flashhead_app):
     app.add_typer(group)

@@ -59,6 +59,13 @@ def compare(
     return _show(board.runs, settings, json_file), board.runs
 
 
+def run_all(jobs: Sequence[Job], side_by_side: int = 1) -> list[Run]:
+    """Run all jobs, with a line for each that is done; as :func:`compare`, but for the table and the document."""
+    board = _Board(jobs)
+    _run_all(jobs, board, side_by_side)
+    return board.runs
+
+
 def _show(runs: Sequence[Run], settings: dict[str, Any], json_file: Path | None) -> list[Row]:
     """Print the table and write the document."""
     console, rows = wide_console(), runner.rows(runs)

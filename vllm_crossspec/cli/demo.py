@@ -188,7 +188,13 @@ def choose(methods: str | None) -> list[str]:
 
 def make_job(name: str, folder: Path, prompts: list[Prompt], sampling: dict[str, Any]) -> Job:
     """What one method's engine is to do. Raises ValueError where a pocket model is missing."""
-    config = METHODS[name]
+    return job_of(name, METHODS[name], folder, prompts, sampling)
+
+
+def job_of(
+    name: str, config: dict[str, Any] | None, folder: Path, prompts: list[Prompt], sampling: dict[str, Any]
+) -> Job:
+    """The same for a method of one's own."""
     engine: dict[str, Any] = {"model": str(folder / "target"), "dtype": "float32", "max_num_seqs": 16}
     if config is not None:
         engine["speculative_config"] = located(config, folder)

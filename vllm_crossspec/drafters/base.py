@@ -49,6 +49,8 @@ class DrafterKind(NamedTuple):
         trainer: ``module:name`` of the ``cli.train_drafters.Trainer`` behind its command in `crossspec train`; empty
             where there is none. Of this project's kinds only.
         preloads: modules of vLLM that an engine imports for it, for the server of forks (``engine.jobs.preload``).
+        inflate: module with ``recipes(source, target)`` and ``config(source, target, folder)``, by which checkpoints
+            grow with their target (``crossspec inflate``); empty where they cannot.
     """
 
     name: str
@@ -75,6 +77,7 @@ class DrafterKind(NamedTuple):
     head_states: str = ""
     trainer: str = ""
     preloads: tuple[str, ...] = ()
+    inflate: str = ""
 
     def load_proposer(self, is_tree: bool = False) -> Any:
         """The proposer's class, of chains or of trees; imports vLLM."""

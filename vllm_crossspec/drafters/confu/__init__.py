@@ -19,4 +19,5 @@ KIND = DrafterKind(
     check_target="vllm_crossspec.drafters.confu.checkpoint:check_target",
     marks=("confu",),
     trainer="vllm_crossspec.cli.train_drafters:CONFU",
+    inflate="vllm_crossspec.drafters.confu.inflate",
 )

@@ -21,4 +21,5 @@ KIND = DrafterKind(
     models=MappingProxyType({"LlamaForCausalLMDart": _MODEL, "DFlashLlamaForCausalLMDart": _MODEL}),
     marks=("dart",),
     trainer="vllm_crossspec.cli.train_drafters:DART",
+    inflate="vllm_crossspec.drafters.dart.inflate",
 )

@@ -14,4 +14,5 @@ KIND = DrafterKind(
     marks=("dflash",),
     trainer="vllm_crossspec.cli.train_drafters:DFLASH",
     preloads=("vllm.model_executor.models.qwen3_dflash",),
+    inflate="vllm_crossspec.drafters.dflash.inflate",
 )

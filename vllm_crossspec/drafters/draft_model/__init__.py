@@ -11,4 +11,5 @@ KIND = DrafterKind(
     can_share=False,
     check_engine="vllm_crossspec.drafters.draft_model.checkpoint:check_follows",
     trainer="vllm_crossspec.cli.train_drafters:DRAFT_MODEL",
+    inflate="vllm_crossspec.drafters.draft_model.inflate",
 )

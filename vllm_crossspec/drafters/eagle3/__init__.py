@@ -15,4 +15,5 @@ KIND = DrafterKind(
     head_states="vllm_crossspec.training.head_states",
     trainer="vllm_crossspec.cli.train_drafters:EAGLE3",
     preloads=("vllm.model_executor.models.llama_eagle3",),
+    inflate="vllm_crossspec.drafters.eagle3.inflate",
 )

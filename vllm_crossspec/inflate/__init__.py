@@ -1,0 +1,1 @@
+"""Folders of inflated models: a target and all that goes with it, for ``crossspec inflate``."""
