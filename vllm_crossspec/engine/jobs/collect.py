@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_crossspec.config import settings_of
-from vllm_crossspec.engine.jobs.offline import Conversation, Emit, environment, run_job, start_engine
+from vllm_crossspec.engine.jobs.client import Conversation
+from vllm_crossspec.engine.jobs.offline import Emit, environment, run_job, start_engine
 from vllm_crossspec.shards import shard_path
 from vllm_crossspec.training import records
 from vllm_crossspec.training.records import Answer, Facts
