@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from played import crossspec, play  # noqa: F401 - fixtures
 
 WORKERS = 2
 """Processes that `make test` runs tests in: an engine or server each, of up to 3 GiB."""

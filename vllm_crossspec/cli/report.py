@@ -103,7 +103,9 @@ def speed_table(rows: Sequence[Row], caption: str | None) -> Table:
     """
     grid = Table(caption=caption, caption_justify="left")
     for name, _ in SPEEDS:
-        grid.add_column(name.replace(" ", "\n", 1), justify="left" if name == "method" else "right", no_wrap=name == "method")
+        grid.add_column(
+            name.replace(" ", "\n", 1), justify="left" if name == "method" else "right", no_wrap=name == "method"
+        )
     chosen = [row for row in rows if row.category == ALL]
     for row, following in zip(chosen, [*chosen[1:], None], strict=True):
         ends = following is not None and following.batch_size != row.batch_size
