@@ -495,7 +495,11 @@ def test_methods_of_vllm_and_ours_are_measured_alike(tmp_path):
     native = {"method": "eagle3", "model": str(POCKET / "eagle3"), "num_speculative_tokens": 7}
     specs = {
         "native": native,
-        "tree": {**native, "num_speculative_tokens": None, "tree": {"depth": 4, "top_k": 4, "num_nodes": 12}},
+        "tree": {
+            "method": "eagle3",
+            "model": str(POCKET / "eagle3"),
+            "tree": {"depth": 4, "top_k": 4, "num_nodes": 12},
+        },
         "routed": {
             "method": "whiflash",
             "drafters": {
@@ -505,33 +509,22 @@ def test_methods_of_vllm_and_ours_are_measured_alike(tmp_path):
             "router": {"policy": "neural", "model": str(POCKET / "router")},
         },
     }
-    del specs["tree"]["num_speculative_tokens"]
     files = [part for name, config in specs.items() for part in ("--spec", spec_file(tmp_path, name, **config))]
     out = tmp_path / "out.json"
-    small = [
-        "--dtype",
-        "float32",
-        "--limit",
-        "2",
-        "--max-tokens",
-        "10",
-        "--ignore-eos",
-        "--batch-sizes",
-        "1,2",
-        "--repeats",
-        "2",
-    ]
-    run_command("bench", "--model", POCKET / "target", *files, *small, "--keep-engines", "--json", out)
+    texts = (POCKET / "prompts.jsonl").read_text().splitlines()[::6]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(lines(*({"prompt": json.loads(text)["prompt"]} for text in texts)))
+    small = "--dtype float32 --max-tokens 10 --ignore-eos --batch-sizes 1,2 --repeats 2 --keep-engines"
+    run_command("bench", "--model", POCKET / "target", *files, *small.split(), "--prompts", prompts, "--json", out)
     document = json.loads(out.read_text())
     found = {(r["method"], r["batch_size"]): r for r in document["rows"] if r["category"] == "all"}
     assert [*found] == [(name, size) for size in (1, 2) for name in ("plain", *specs)]
     for (name, size), row in found.items():
-        assert row["identical_to_plain"] is True and row["num_tokens"] == 80 and row["repeats"] == 2
+        assert row["identical_to_plain"] is True and row["num_tokens"] == 40 and row["repeats"] == 2
         low, high = row["tokens_per_second_range"]
         assert 0 < low <= row["tokens_per_second"] <= high
         for what in ("ttft", "tpot", "itl"):
             assert 0 < row[what]["p50"] <= row[what]["p90"] <= row[what]["p99"] < 60
-        # A request's outputs are one a target call: without the others its time is its first and all gaps.
         shares = row["round_shares"]
         assert shares["target"] > 0 and shares["rest"] > 0 and shares["rounds"] > 2
         assert shares["target"] + shares["draft"] + shares["rest"] == pytest.approx(1)

@@ -162,7 +162,7 @@ body { font: 15px/1.5 system-ui, sans-serif; color: #1c1e21; background: #fff; m
   padding: 0 1.5rem; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 .wide { overflow-x: auto; } .plots { display: flex; flex-wrap: wrap; gap: 1rem; }
-.plots svg { max-width: 100%; height: auto; }
+.plots svg { width: calc(50% - 0.5rem); min-width: 24rem; height: auto; flex-grow: 1; }
 table { border-collapse: collapse; font-size: 0.82rem; font-variant-numeric: tabular-nums; }
 th, td { padding: 0.25rem 0.6rem; border-bottom: 1px solid #ddd; text-align: right; white-space: nowrap; }
 th { vertical-align: bottom; white-space: normal; background: #f4f5f7; }
@@ -223,5 +223,6 @@ def _table(columns: Sequence[Column], rows: Sequence[Row]) -> str:
             f"<td{' class=no' if name == 'identical to plain' and text == 'no' else ''}>{text}</td>"
             for name, text in cells
         )
-        lines.append(f"<tr{' class=all' if row.category == ALL else ''}>{written}</tr>")
+        is_sum = columns is COUNTS and row.category == ALL
+        lines.append(f"<tr{' class=all' if is_sum else ''}>{written}</tr>")
     return f'<div class="wide"><table>{"".join(lines)}</table></div>'

@@ -94,7 +94,8 @@ class Measured:
     """An engine that answers the job's prompts as it is ordered to.
 
     An order has ``batch_size``, the most requests at a time, and may have ``warm_up`` (answer the first prompts before,
-    which counts nowhere) and ``shares`` (tell what of a round is whose, over as many prompts as are one batch).
+    which counts nowhere) and ``shares`` (tell what of a round is whose, over a batch of prompts, one of each category
+    at least).
 
     Args:
         llm: vLLM's LLM.
@@ -119,7 +120,7 @@ class Measured:
             self.warm_up(batch_size, WARM_UP_TOKENS)
         if order.get("shares"):
             self._llm.collective_rpc("crossspec_begin_shares")
-            self._answer(self._batch(batch_size), batch_size)
+            self._answer(self._some(max(batch_size, len(self._job["groups"]))), batch_size)
             self._emit("shares", shares=self._llm.collective_rpc("crossspec_end_shares")[0])
             return
         for group in self._job["groups"]:
@@ -141,7 +142,7 @@ class Measured:
     def warm_up(self, batch_size: int, max_tokens: int) -> None:
         """Compile what is compiled when it is first needed, and wake the machine up."""
         short = {**self._job["sampling"], "max_tokens": min(max_tokens, self._job["sampling"]["max_tokens"])}
-        first = [{**row, "turns": row["turns"][:1]} for row in self._batch(batch_size)]
+        first = [{**row, "turns": row["turns"][:1]} for row in self._some(batch_size)]
         Client(self._llm, short, batch_size, lambda num_tokens: None).answer(self._conversations(first))
 
     def _answer(self, rows: list[dict[str, Any]], batch_size: int) -> list[tuple[Generation, Timing]]:
@@ -153,9 +154,9 @@ class Measured:
     def _conversations(self, rows: list[dict[str, Any]]) -> list[Conversation]:
         return [Conversation(self._llm, row, self._job["chat"]) for row in rows]
 
-    def _batch(self, batch_size: int) -> list[dict[str, Any]]:
+    def _some(self, count: int) -> list[dict[str, Any]]:
         """As many prompts, spread over the categories."""
-        return self._rows[:: max(len(self._rows) // batch_size, 1)][:batch_size]
+        return self._rows[:: max(len(self._rows) // count, 1)][:count]
 
 
 def _routes(llm: Any) -> dict[str, int]:
