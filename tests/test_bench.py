@@ -176,10 +176,12 @@ def test_engines_are_kept_where_memory_is_enough(monkeypatch, tmp_path):
     ]
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
     monkeypatch.setattr(measure, "is_cpu_lane", lambda: True)
-    needed = 3 * (1 + 2 + 2 / 1024)
+    needed = 3 * (measure.ENGINE_GIB + 2 + 2 / 1024)
     for free, enough in ((needed + 0.01, True), (needed - 0.01, False)):
         monkeypatch.setattr(measure, "_available_gib", lambda free=free: free)
         assert measure.fits(jobs)[0] is enough
+    jobs[0].engine["kv_cache_memory_bytes"] = 1 << 30
+    assert measure.fits(jobs)[0] is True
     monkeypatch.setattr(measure, "is_cpu_lane", lambda: False)
     assert measure.fits(jobs) == (
         False,
@@ -514,8 +516,11 @@ def test_methods_of_vllm_and_ours_are_measured_alike(tmp_path):
     texts = (POCKET / "prompts.jsonl").read_text().splitlines()[::6]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(lines(*({"prompt": json.loads(text)["prompt"]} for text in texts)))
+    cache = ("--engine-args", json.dumps({"kv_cache_memory_bytes": 128 << 20}))
     small = "--dtype float32 --max-tokens 10 --ignore-eos --batch-sizes 1,2 --repeats 2 --keep-engines"
-    run_command("bench", "--model", POCKET / "target", *files, *small.split(), "--prompts", prompts, "--json", out)
+    run_command(
+        "bench", "--model", POCKET / "target", *files, *small.split(), "--prompts", prompts, "--json", out, *cache
+    )
     document = json.loads(out.read_text())
     found = {(r["method"], r["batch_size"]): r for r in document["rows"] if r["category"] == "all"}
     assert [*found] == [(name, size) for size in (1, 2) for name in ("plain", *specs)]

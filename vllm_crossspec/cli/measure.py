@@ -19,7 +19,7 @@ from vllm_crossspec.cli.runner import Engine, Job
 from vllm_crossspec.cli.stages import bars
 
 GIB = 1 << 30
-ENGINE_GIB = 1.0
+ENGINE_GIB = 0.75
 """Of memory that an engine on a CPU takes beside its weights and its KV cache."""
 
 GPU_SHARE, DEFAULT_GPU_SHARE = 0.95, 0.92
@@ -206,7 +206,8 @@ def _gib_on_cpu(job: Job) -> float:
     variable = "VLLM_CPU_KVCACHE_SPACE"
     models = [job.engine["model"], *_models_in(job.engine.get("speculative_config"))]
     sizes = [f.stat().st_size for model in models for f in Path(model).glob("*.safetensors")]
-    return ENGINE_GIB + float(os.environ.get(variable) or CHILD_DEFAULTS[variable]) + sum(sizes) / GIB
+    cache = job.engine.get("kv_cache_memory_bytes") or GIB * float(os.environ.get(variable) or CHILD_DEFAULTS[variable])
+    return ENGINE_GIB + (cache + sum(sizes)) / GIB
 
 
 def _models_in(config: Any) -> Iterator[str]:

@@ -39,6 +39,8 @@ START_TOKENS = 4
 """Of the one answer that every engine starts with."""
 WARM_UP_TOKENS = 16
 """Of the answers before a measured pass."""
+SHARES_PROMPTS = 8
+"""At least, while the parts of a round are measured; fewer where there are no more."""
 
 
 def run_job(argv: list[str], run: Callable[[dict[str, Any], Emit], None]) -> int:
@@ -94,8 +96,7 @@ class Measured:
     """An engine that answers the job's prompts as it is ordered to.
 
     An order has ``batch_size``, the most requests at a time, and may have ``warm_up`` (answer the first prompts before,
-    which counts nowhere) and ``shares`` (tell what of a round is whose, over a batch of prompts, one of each category
-    at least).
+    which counts nowhere) and ``shares`` (tell what of a round is whose, over some of the prompts).
 
     Args:
         llm: vLLM's LLM.
@@ -120,7 +121,7 @@ class Measured:
             self.warm_up(batch_size, WARM_UP_TOKENS)
         if order.get("shares"):
             self._llm.collective_rpc("crossspec_begin_shares")
-            self._answer(self._some(max(batch_size, len(self._job["groups"]))), batch_size)
+            self._answer(self._some(max(batch_size, SHARES_PROMPTS)), batch_size)
             self._emit("shares", shares=self._llm.collective_rpc("crossspec_end_shares")[0])
             return
         for group in self._job["groups"]:
