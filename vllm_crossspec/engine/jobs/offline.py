@@ -218,7 +218,7 @@ def _arguments(engine: dict[str, Any]) -> dict[str, Any]:
     for name in settings:
         if name not in known:
             (close,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
-            raise ValueError(f"vLLM's EngineArgs has no {name!r}; did you mean {close!r}?")
+            raise ValueError(f"--engine-args {name}: vLLM's EngineArgs has no such field; did you mean {close!r}?")
     if current_platform.is_cpu():
         keep_to_one_process(settings)
     if "speculative_config" in settings:
