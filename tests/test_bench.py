@@ -491,19 +491,14 @@ def test_reports_say_what_was_measured(play, tmp_path, crossspec, monkeypatch):
 
 @pytest.mark.e2e
 def test_methods_of_vllm_and_ours_are_measured_alike(tmp_path):
-    """One run: plain, vLLM's own EAGLE-3, our tree, and a router."""
+    """One run: plain, vLLM's own EAGLE-3, and a router of ours with a tree."""
     native = {"method": "eagle3", "model": str(POCKET / "eagle3"), "num_speculative_tokens": 7}
     specs = {
         "native": native,
-        "tree": {
-            "method": "eagle3",
-            "model": str(POCKET / "eagle3"),
-            "tree": {"depth": 4, "top_k": 4, "num_nodes": 12},
-        },
         "routed": {
             "method": "whiflash",
             "drafters": {
-                "eagle3": {"model": str(POCKET / "eagle3")},
+                "eagle3": {"model": str(POCKET / "eagle3"), "tree": {"depth": 3, "top_k": 4, "num_nodes": 12}},
                 "dflash": {"model": str(POCKET / "dflash"), "num_speculative_tokens": 7},
             },
             "router": {"policy": "neural", "model": str(POCKET / "router")},
@@ -511,7 +506,7 @@ def test_methods_of_vllm_and_ours_are_measured_alike(tmp_path):
     }
     files = [part for name, config in specs.items() for part in ("--spec", spec_file(tmp_path, name, **config))]
     out = tmp_path / "out.json"
-    texts = (POCKET / "prompts.jsonl").read_text().splitlines()[::6]
+    texts = (POCKET / "prompts.jsonl").read_text().splitlines()[::8]
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(lines(*({"prompt": json.loads(text)["prompt"]} for text in texts)))
     cache = ("--engine-args", json.dumps({"kv_cache_memory_bytes": 128 << 20}))
@@ -523,7 +518,7 @@ def test_methods_of_vllm_and_ours_are_measured_alike(tmp_path):
     found = {(r["method"], r["batch_size"]): r for r in document["rows"] if r["category"] == "all"}
     assert [*found] == [(name, size) for size in (1, 2) for name in ("plain", *specs)]
     for (name, size), row in found.items():
-        assert row["identical_to_plain"] is True and row["num_tokens"] == 40 and row["repeats"] == 2
+        assert row["identical_to_plain"] is True and row["num_tokens"] == 30 and row["repeats"] == 2
         low, high = row["tokens_per_second_range"]
         assert 0 < low <= row["tokens_per_second"] <= high
         for what in ("ttft", "tpot", "itl"):
@@ -541,5 +536,5 @@ def test_methods_of_vllm_and_ours_are_measured_alike(tmp_path):
     accepted = sum(ours["accepted_per_position"])
     assert ours["num_draft_tokens"] == 7 * round(accepted / (ours["acceptance_length"] - 1))
     assert ours["acceptance_rate"] == pytest.approx(accepted / ours["num_draft_tokens"])
-    assert found["tree", 1]["acceptance_rate"] < found["tree", 1]["accepted_per_position"][0]
+    assert 0 < found["routed", 1]["acceptance_rate"] < 1
     assert sum(found["routed", 1]["route_shares"].values()) == pytest.approx(1)

@@ -158,7 +158,7 @@ def _markdown(columns: Sequence[Column], rows: Iterable[Row]) -> str:
 # -- the page ---------------------------------------------------------------------------------------------------------
 
 STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1c1e21; background: #fff; max-width: 90rem; margin: 2rem auto;
+body { font: 15px/1.5 system-ui, sans-serif; color: #1c1e21; background: #fff; max-width: 96rem; margin: 2rem auto;
   padding: 0 1.5rem; }
 h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
 .wide { overflow-x: auto; } .plots { display: flex; flex-wrap: wrap; gap: 1rem; }
