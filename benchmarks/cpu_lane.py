@@ -24,7 +24,8 @@ from typing import Any
 
 from vllm_crossspec.cli import demo, meta, runner
 from vllm_crossspec.cli.prompts import read_prompts
-from vllm_crossspec.cli.runner import Job, Run
+from vllm_crossspec.cli.rows import ALL, Run, rows
+from vllm_crossspec.cli.runner import Job
 
 MODES = ("compiled", "interpreted")
 INTERPRET = "TRITON_INTERPRET"
@@ -89,7 +90,7 @@ def measure(job: Job, options: argparse.Namespace) -> dict[str, Any]:
     turns = [{mode: generate(job, mode, options.core) for mode in MODES} for _ in range(options.repeats + 1)]
     counted = turns[1:]
     done = {mode: [group["generations"] for group in turns[0][mode].groups.values()] for mode in MODES}
-    (row,) = (row for row in runner.rows([turns[0]["compiled"]]) if row.category == runner.ALL)
+    (row,) = (row for row in rows([turns[0]["compiled"]]) if row.category == ALL)
     return {
         "method": job.method,
         "num_tokens": row.num_tokens,
@@ -106,16 +107,16 @@ def main() -> int:
     options = arguments()
     if options.core is None:
         options.core = max(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    rows = []
+    measured = []
     for job in jobs(options):
-        rows.append(measure(job, options))
-        print(f"{job.method}: {rows[-1]['speedup']:.1f} times as fast, equal: {rows[-1]['equal']}", flush=True)
+        measured.append(measure(job, options))
+        print(f"{job.method}: {measured[-1]['speedup']:.1f} times as fast, equal: {measured[-1]['equal']}", flush=True)
     about = {"commit": meta.commit(), "hardware": meta.hardware(), "command": " ".join(sys.argv)}
-    document = {"rows": rows, "meta": about | {"prompts": options.prompts, "max_tokens": options.max_tokens}}
+    document = {"rows": measured, "meta": about | {"prompts": options.prompts, "max_tokens": options.max_tokens}}
     if options.json is not None:
         options.json.write_text(json.dumps(document, indent=2) + "\n")
     print(json.dumps(document))
-    return 0 if all(row["equal"] for row in rows) else 1
+    return 0 if all(row["equal"] for row in measured) else 1
 
 
 if __name__ == "__main__":

@@ -351,13 +351,23 @@ def _vllm() -> tuple[set[str], set[str], set[str]]:
     return options, methods, set(_fields(source, "SpeculativeConfig"))
 
 
+@functools.cache
+def _vllm_bench() -> set[str]:
+    """vLLM's options of `bench serve`."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    folder = Path(spec.origin).parent / "benchmarks"
+    return _options_in(folder / "serve.py", folder / "datasets" / "datasets.py")
+
+
 def _check_vllm(words: list[str]) -> None:
-    if words[:1] != ["serve"]:
-        raise CommandError(f"no test knows `vllm {' '.join(words[:1])}`")
-    options = _vllm()[0]
+    name = " ".join(words[: 2 if words[:1] == ["bench"] else 1])
+    if name not in ("serve", "bench serve"):
+        raise CommandError(f"no test knows `vllm {name}`")
+    options = _vllm()[0] if name == "serve" else _vllm_bench()
     for i, word in enumerate(words):
         if word.startswith("--") and word not in options:
-            raise CommandError(f"vllm serve has no option {word!r}")
+            raise CommandError(f"vllm {name} has no option {word!r}")
         if word == "--speculative-config":
             _check_given(words[i + 1])
         elif word == "--compilation-config":

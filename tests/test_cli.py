@@ -12,48 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+from played import ENVIRONMENT, GENERATE, spec_file
 
 from vllm_crossspec.cli import app, demo, doctor, processes, runner
 from vllm_crossspec.cli.bench import read_configs
 from vllm_crossspec.cli.prompts import read_prompts
-
-ENVIRONMENT = {"versions": {"vllm": "0"}, "device": "cpu", "kernels_interpreted": True}
-PLAYED_ENGINE = """
-import json, os, sys
-job, events = json.load(open(sys.argv[1])), os.fdopen(int(sys.argv[2]), "w", buffering=1)
-def emit(event, **fields):
-    events.write(json.dumps({"event": event, **fields}) + "\\n")
-for check in job.get("checks", ()):
-    emit("checking", method=check["method"])
-    if "refused" in (check["engine"].get("speculative_config") or {}):
-        emit("error", message="speculative_config.refused: no such key")
-        sys.exit(1)
-if "checks" in job:
-    sys.exit()
-drafts = job["engine"].get("speculative_config") or {}
-"""
-GENERATE = f"""
-emit("ready", seconds=1.0, **{ENVIRONMENT!r})
-for group in job["groups"]:
-    tokens = drafts.get("tokens", [5, 6, 7, 8])
-    one = dict(token_ids=tokens, text="", num_target_calls=2 if drafts else 4,
-               accepted_histogram=[0, 0, 1] if drafts else [])
-    emit("progress", num_tokens=len(tokens))
-    emit("group", category=group["category"], seconds=0.5, generations=[one for _ in group["prompts"]])
-"""
-
-
-@pytest.fixture
-def play(monkeypatch, tmp_path):
-    """Replace the engine process by a script; returns how."""
-
-    def replace(script):
-        (tmp_path / "played_engine.py").write_text(PLAYED_ENGINE + script)
-        monkeypatch.setattr(processes, "CHILD_MODULE", "played_engine")
-        monkeypatch.setattr(processes, "_can_fork", lambda: False)
-        monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    return replace
 
 
 @pytest.fixture
@@ -65,81 +28,9 @@ def pocket(tmp_path):
     return tmp_path / "pocket"
 
 
-@pytest.fixture
-def crossspec(monkeypatch, capsys):
-    """Run the command in this process: exit code, stdout, stderr."""
-    handler = signal.getsignal(signal.SIGTERM)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["crossspec", *map(str, arguments)])
-        with pytest.raises(SystemExit) as end:
-            app.main()
-        printed = capsys.readouterr()
-        return end.value.code or 0, printed.out, printed.err
-
-    yield run
-    signal.signal(signal.SIGTERM, handler)
-
-
 def job(method="plain", **engine):
     prompts = [runner.Prompt(category="chat", turns=("Hello",), where="here")]
     return runner.Job(method=method, engine=engine, sampling={"max_tokens": 4}, prompts=prompts)
-
-
-def spec_file(folder, name, **config):
-    file = folder / f"{name}.json"
-    file.write_text(json.dumps(config))
-    return file
-
-
-# ---- counting
-
-
-def test_rows_count_what_happened():
-    def generation(tokens, calls, histogram):
-        return {"token_ids": tokens, "num_target_calls": calls, "accepted_histogram": histogram}
-
-    plain = runner.Run(
-        method="plain",
-        environment={},
-        groups={
-            "chat": {"seconds": 2.0, "generations": [generation([1, 2, 3], 3, []), generation([4], 1, [])]},
-            "code": {"seconds": 1.0, "generations": [generation([7, 8], 2, [])]},
-        },
-    )
-    drafted = runner.Run(
-        method="eagle3",
-        environment={},
-        groups={
-            "chat": {"seconds": 1.0, "generations": [generation([1, 2, 3], 3, [1, 0, 1]), generation([4], 1, [])]},
-            "code": {"seconds": 0.5, "generations": [generation([7, 9], 2, [0, 1, 0])]},
-        },
-    )
-    for name, rows in (("chat", 14), ("code", 7)):
-        drafted.groups[name]["num_verified_tokens"] = rows
-    rows = {(row.method, row.category): row for row in runner.rows([plain, drafted])}
-    assert [*rows] == [(m, c) for m in ("plain", "eagle3") for c in ("chat", "code", "all")]
-    everything = rows["eagle3", "all"]
-    assert (everything.num_prompts, everything.num_tokens, everything.num_target_calls) == (3, 6, 6)
-    assert everything.accepted_per_position == [2, 1]
-    assert everything.acceptance_length == 1 + 3 / 3
-    assert everything.num_rounds == 3
-    assert everything.num_verified_tokens == 21 and rows["eagle3", "code"].num_verified_tokens == 7
-    assert rows["plain", "all"].num_verified_tokens is None  # that engine did not say
-    assert rows["eagle3", "chat"].acceptance_length == 1 + 2 / 2
-    assert [rows["eagle3", c].identical_to_plain for c in ("chat", "code", "all")] == [True, False, False]
-    assert rows["plain", "all"].acceptance_length == 1.0 and rows["plain", "all"].accepted_per_position == []
-    assert rows["plain", "all"].seconds == 3.0
-
-
-def test_identity_is_unknown_without_plain():
-    alone = runner.Run(method="eagle3", environment={}, groups={"chat": {"seconds": 0.0, "generations": []}})
-    assert {row.identical_to_plain for row in runner.rows([alone])} == {None}
-
-
-def test_positions_from_histograms():
-    assert runner.accepted_per_position([[4, 3, 2, 1], [], [0, 0, 0, 5]]) == [11, 8, 6]
-    assert runner.accepted_per_position([]) == []
 
 
 # ---- engine processes
@@ -149,7 +40,7 @@ def test_a_run_collects_its_events(play):
     play(GENERATE)
     heard = []
     run = runner.run(job(speculative_config={"method": "eagle3"}), lambda event: heard.append(event["event"]))
-    assert heard == ["ready", "progress", "group"]
+    assert heard == ["ready", "progress", "group", "shares", "done"]
     assert run.environment["device"] == "cpu"
     assert run.groups["chat"]["generations"][0]["accepted_histogram"] == [0, 0, 1]
 
@@ -220,7 +111,7 @@ def test_demo_writes_the_document(play, pocket, tmp_path, crossspec):
     document = json.loads(file.read_text())
     keys = "method category num_prompts num_tokens num_target_calls num_verified_tokens acceptance_length"
     more = ["accepted_per_position", "identical_to_plain", "seconds"]
-    assert all([*row] == [*keys.split(), *more] for row in document["rows"])
+    assert all([*row][:10] == [*keys.split(), *more] for row in document["rows"])
     categories = ["chat", "math", "code", "agentic", "all"]
     assert [(r["method"], r["category"]) for r in document["rows"]] == [
         (method, category) for method in demo.METHODS for category in categories

@@ -127,6 +127,8 @@ def shell(*lines):
         ("python benchmarks/round_time.py --node 60", "4: benchmarks/round_time.py has no option '--node'"),
         ("python -m vllm_crossspec.cli.ap", "4: there is no module vllm_crossspec.cli.ap"),
         ("vllm serve M --dtyp float32", "4: vllm serve has no option '--dtyp'"),
+        ("vllm bench serve --model M --num-prompt 3", "4: vllm bench serve has no option '--num-prompt'"),
+        ("vllm bench latency --model M", "4: no test knows `vllm bench latency`"),
         ("vllm serv M", "4: no test knows `vllm serv`"),
         ('vllm serve M --speculative-config \'{"method": "dart"}\'', "4: speculative_config.model is missing"),
         ("vllm serve M --speculative-config '{\"method\": }'", "4: not JSON"),

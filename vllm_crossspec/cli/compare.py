@@ -16,10 +16,12 @@ from rich.table import Table
 from vllm_crossspec.cli import meta, runner
 from vllm_crossspec.cli.options import check_file, write_json
 from vllm_crossspec.cli.processes import BOUND_CORES, end_all, is_cpu_lane
-from vllm_crossspec.cli.runner import ALL, PLAIN, Job, Row, Run
+from vllm_crossspec.cli.rows import ALL, PLAIN, Row, Run
+from vllm_crossspec.cli.rows import rows as rows_of
+from vllm_crossspec.cli.runner import Job
 from vllm_crossspec.cli.stages import bars
 
-MINIMUM_WIDTH = 140
+MINIMUM_WIDTH = 160
 """Columns that the table takes where the output is no terminal and rich would assume 80."""
 
 SAMPLED = "not identical: sampled texts follow plain's distribution, and other draws of it are as good"
@@ -27,9 +29,8 @@ INTERPRETED = "seconds: not meaningful, kernels are interpreted on this machine 
 COMPILED = "seconds: of generating, with kernels compiled for this CPU ({cpu}); they say nothing of a GPU"
 
 
-def check_all(jobs: Sequence[Job], json_file: Path | None) -> None:
+def check_all(jobs: Sequence[Job]) -> None:
     """Find out what is wrong with any of the jobs before the first of them has run for an hour."""
-    check_file("--json", json_file)
     with Console(stderr=True).status(f"checking {len(jobs)} configurations"):
         runner.check(jobs)
 
@@ -68,7 +69,7 @@ def run_all(jobs: Sequence[Job], side_by_side: int = 1) -> list[Run]:
 
 def _show(runs: Sequence[Run], settings: dict[str, Any], json_file: Path | None) -> list[Row]:
     """Print the table and write the document."""
-    console, rows = wide_console(), runner.rows(runs)
+    console, rows = wide_console(), rows_of(runs)
     about = meta.describe(runs, settings)
     console.print(table(rows, about))
     if settings["sampling"]["temperature"] > 0 and any(row.identical_to_plain is False for row in rows):
@@ -165,7 +166,7 @@ class _Board:
         lines = []
         for method in [method for method in self._runs if method not in self._told]:
             self._told.add(method)
-            row = next(row for row in runner.rows([self._runs[method]], plain) if row.category == ALL)
+            row = next(row for row in rows_of([self._runs[method]], plain) if row.category == ALL)
             lines.append(_line(row, f"{len(self._told)} of {len(self._order)}"))
         return lines
 
@@ -178,6 +179,14 @@ def _line(row: Row, number: str) -> str:
     )
 
 
+def seconds_note(about: dict[str, Any]) -> str | None:
+    """Of what the seconds are, by the document's `meta`; None on a GPU."""
+    hardware = about["hardware"]
+    if about["kernels_interpreted"]:
+        return INTERPRETED
+    return COMPILED.format(**hardware) if hardware["device"] == "cpu" else None
+
+
 def table(rows: Sequence[Row], about: dict[str, Any]) -> Table:
     """The rows as a table.
 
@@ -186,9 +195,7 @@ def table(rows: Sequence[Row], about: dict[str, Any]) -> Table:
         about: the document's `meta`, which says of what the seconds are.
     """
     interpreted = about["kernels_interpreted"]
-    hardware = about["hardware"]
-    caption = INTERPRETED if interpreted else COMPILED.format(**hardware) if hardware["device"] == "cpu" else None
-    grid = Table(caption=caption, caption_justify="left")
+    grid = Table(caption=seconds_note(about), caption_justify="left")
     grid.add_column("method", min_width=max((len(row.method) for row in rows), default=0))
     grid.add_column("category")
     for name in ("prompts", "tokens", "target\ncalls", "verified\ntokens", "acceptance\nlength"):

@@ -13,7 +13,8 @@ from typer import Option
 from vllm_crossspec.cli.compare import compare
 from vllm_crossspec.cli.options import AnswerTokens, TableFile
 from vllm_crossspec.cli.prompts import read_prompts
-from vllm_crossspec.cli.runner import PLAIN, Job, Prompt, Row, by_category
+from vllm_crossspec.cli.rows import PLAIN, Row
+from vllm_crossspec.cli.runner import Job, Prompt, by_category
 
 POCKET = Path(str(resources.files("vllm_crossspec") / "pocket"))
 

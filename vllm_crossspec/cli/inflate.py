@@ -1,5 +1,6 @@
 """`crossspec inflate`: the pocket models at a real model's shape, with the same text and the same acceptance."""
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +12,11 @@ from rich.progress import DownloadColumn
 from rich.table import Table
 from typer import Option
 
-from vllm_crossspec.cli import runner
 from vllm_crossspec.cli.compare import run_all
 from vllm_crossspec.cli.demo import METHODS, POCKET, SIDE_BY_SIDE, first_of_each, job_of, pocket_folders
 from vllm_crossspec.cli.options import grouped, name_list
 from vllm_crossspec.cli.prompts import read_prompts
-from vllm_crossspec.cli.runner import PLAIN, Run
+from vllm_crossspec.cli.rows import PLAIN, Run, rows
 from vllm_crossspec.cli.stages import bars
 from vllm_crossspec.names import look_up
 
@@ -198,6 +198,7 @@ def compare(source: Path, out: Path, names: Sequence[str], side_by_side: int) ->
         names: of the folders in ``out``.
         side_by_side: engines that run at a time, on a CPU.
     """
+    os.environ.setdefault("CROSSSPEC_FIXED_WIDTHS", "1")  # acceptance is compared, at whatever a round costs
     prompts = first_of_each(read_prompts(POCKET / "prompts.jsonl"), CHECKED_PROMPTS)
     methods = checked_methods(names)
     jobs = [
@@ -227,6 +228,6 @@ def _compared(runs: Sequence[Run]) -> tuple[list[str], bool]:
         [g[field] for g in generations[0]] == [g[field] for g in generations[1]]
         for field in ("token_ids", "accepted_histogram")
     ]
-    lengths = [f"{row.acceptance_length:.4f}" for row in (runner.rows([run])[-1] for run in runs)]
+    lengths = [f"{row.acceptance_length:.4f}" for row in (rows([run])[-1] for run in runs)]
     cells = ["same" if is_same else "DIFFERS" for is_same in same]
     return [*cells, lengths[0] if lengths[0] == lengths[1] else " / ".join(lengths)], all(same)

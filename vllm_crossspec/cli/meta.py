@@ -11,7 +11,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from vllm_crossspec.cli.runner import Run
+from vllm_crossspec.cli.rows import Run
 
 GIB = 1 << 30
 

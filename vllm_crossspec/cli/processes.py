@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver
 from pathlib import Path
@@ -90,7 +90,7 @@ def engine_process(
 
 def engine_events(
     name: str, job: Mapping[str, Any], module: str | None = None, cores: Sequence[int] = ()
-) -> Iterator[dict[str, Any]]:
+) -> Generator[dict[str, Any]]:
     """Run a job in a process of its own; its events.
 
     Args:

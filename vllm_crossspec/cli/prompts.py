@@ -1,31 +1,39 @@
-"""Prompt files: JSON lines with a `prompt`, or with Spec-Bench's `turns`, and an optional `category`."""
+"""Prompt files: our own JSON lines, and public data sets as they are published."""
 
 import gzip
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_crossspec.cli.runner import ALL, Prompt
+from vllm_crossspec.cli.rows import ALL
+from vllm_crossspec.cli.runner import Prompt
 
 DEFAULT_CATEGORY = "prompts"
+OWN = "prompts"
+
+Row = dict[str, Any]
 
 
-def read_prompts(path: Path) -> list[Prompt]:
+def read_prompts(path: Path, form: str | None = None) -> list[Prompt]:
     """Read a prompt file.
 
     Args:
-        path: of a `.jsonl` or `.jsonl.gz` file; every row is an object with `prompt` (text) or `turns` (list of texts).
+        path: of JSON lines, or of one JSON list; it may be compressed (`.gz`).
+        form: one of :data:`FORMATS`; None tells it from the first row.
 
     Raises:
         ValueError: a row that cannot be used, by file and line number, or a file without rows.
         OSError: the file cannot be read.
     """
     try:
-        # Not splitlines(): a text may hold U+2028 and the like.
-        lines = _read(path).decode("utf-8").split("\n")
+        text = _read(path).decode("utf-8-sig")
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as problem:
         raise ValueError(f"{path} is not a text file in UTF-8: save it as UTF-8 JSON lines") from problem
-    prompts = [_parse(line, f"{path}, line {n}") for n, line in enumerate(lines, 1) if line.strip()]
+    prompts = []
+    for row, where in _rows(text, path):
+        form = form or _tell(row, where)
+        prompts += FORMATS[form](row, where)
     if not prompts:
         raise ValueError(f"{path} holds no prompt: write one JSON object a line, with `prompt` or `turns`")
     return prompts
@@ -36,23 +44,102 @@ def _read(path: Path) -> bytes:
     return gzip.decompress(content) if path.suffix == ".gz" else content
 
 
-def _parse(line: str, where: str) -> Prompt:
+def _rows(text: str, path: Path) -> Iterator[tuple[Row, str]]:
+    """Objects, and where each is from."""
+    found: list[tuple[Any, str]] = []
+    if text.lstrip().startswith("["):
+        try:
+            found = [(row, f"{path}, entry {n}") for n, row in enumerate(json.loads(text), 1)]
+        except json.JSONDecodeError as problem:
+            raise ValueError(f"{path}, line {problem.lineno} is not JSON ({problem.msg}): write one list") from problem
+    else:
+        # Not splitlines(): a text may hold U+2028 and the like.
+        lines = [(line, f"{path}, line {n}") for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+        found = [(_parse(line, where), where) for line, where in lines]
+    for row, where in found:
+        if not isinstance(row, dict):
+            raise ValueError(f'{where} is not an object: write {{"prompt": "..."}}')
+        yield row, where
+
+
+def _parse(line: str, where: str) -> Any:
     try:
-        row = json.loads(line)
+        return json.loads(line)
     except json.JSONDecodeError as problem:
         raise ValueError(f"{where} is not JSON ({problem.msg}): write one object a line") from problem
-    if not isinstance(row, dict):
-        raise ValueError(f'{where} is not an object: write {{"prompt": "..."}}')
+
+
+MARKS = {
+    # What a row has that is of this format; prompts and turns may be ours or a benchmark's.
+    "humaneval": "entry_point",
+    "sharegpt": "conversations",
+    "gsm8k": "question",
+    "math-500": "problem",
+}
+
+
+def _tell(row: Row, where: str) -> str:
+    """The format of a file, by its first row."""
+    found = [form for form, key in MARKS.items() if key in row]
+    if not found or found == ["humaneval"]:
+        return found[0] if found else OWN
+    if len(found) > 1 or "prompt" in row or "turns" in row:
+        keys = [key for key in ("prompt", "turns", *MARKS.values()) if key in row]
+        has = " and ".join(f"`{key}`" for key in keys)
+        raise ValueError(f"{where} has {has}: say --dataset-format, one of {', '.join(FORMATS)}")
+    return found[0]
+
+
+def _own(row: Row, where: str) -> list[Prompt]:
+    """`prompt`, or `turns` as Spec-Bench and MT-Bench have them, and `category`."""
     category = row.get("category", DEFAULT_CATEGORY)
     if not isinstance(category, str) or not category or category == ALL:
         raise ValueError(f"{where}: `category` is a word other than {ALL!r}, not {category!r}")
-    return Prompt(category=category, turns=_turns(row, where), where=where)
-
-
-def _turns(row: dict[str, Any], where: str) -> tuple[str, ...]:
     if ("prompt" in row) == ("turns" in row):
         raise ValueError(f"{where} needs either `prompt` (a text) or `turns` (a list of texts)")
     turns = [row["prompt"]] if "prompt" in row else row["turns"]
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
         raise ValueError(f"{where}: `prompt` is a text and `turns` a list of texts, none of them empty")
-    return tuple(turns)
+    return [Prompt(category=category, turns=tuple(turns), where=where)]
+
+
+def _turns_alone(row: Row, where: str) -> list[Prompt]:
+    if "turns" not in row:
+        raise ValueError(f"{where} needs `turns` (a list of texts), as question.jsonl has")
+    return _own({name: value for name, value in row.items() if name != "prompt"}, where)
+
+
+def _under(key: str, category: str) -> Callable[[Row, str], list[Prompt]]:
+    """Rows of which one key is the prompt, all of one category."""
+
+    def parse(row: Row, where: str) -> list[Prompt]:
+        text = row.get(key)
+        if not isinstance(text, str) or not text:
+            raise ValueError(f"{where} needs `{key}` (a text that is not empty), as {category} has")
+        return [Prompt(category=category, turns=(text,), where=where)]
+
+    return parse
+
+
+def _sharegpt(row: Row, where: str) -> list[Prompt]:
+    """The first message, if it is a person's: vLLM's benchmarks take no more of a conversation, either."""
+    messages = row.get("conversations")
+    if not isinstance(messages, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("value"), str) for m in messages
+    ):
+        raise ValueError(f"{where} needs `conversations`, a list of messages with `from` and `value` (a text)")
+    if not messages or messages[0].get("from") not in ("human", "user") or not messages[0]["value"]:
+        return []
+    return [Prompt(category="sharegpt", turns=(messages[0]["value"],), where=where)]
+
+
+FORMATS: dict[str, Callable[[Row, str], list[Prompt]]] = {
+    OWN: _own,
+    "spec-bench": _turns_alone,
+    "mt-bench": _turns_alone,
+    "humaneval": _under("prompt", "humaneval"),
+    "gsm8k": _under("question", "gsm8k"),
+    "math-500": _under("problem", "math-500"),
+    "sharegpt": _sharegpt,
+}
+"""From a row of each format to its prompts."""

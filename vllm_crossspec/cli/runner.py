@@ -1,18 +1,23 @@
-"""Runs engines, each in a process of its own, and turns what they did into rows of one table.
+"""Runs engines, each in a process of its own.
 
 The commands `demo` and `bench` share it. Nothing here imports vLLM: the process that does is
 :mod:`vllm_crossspec.engine.jobs.offline`, and the two talk through a job file and a pipe of JSON lines.
 """
 
-import itertools
+import json
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
 
 from vllm_crossspec.cli.processes import EngineError, engine_events
+from vllm_crossspec.cli.rows import Run
 
-ALL = "all"
-PLAIN = "plain"
+DEFAULT_BATCH = 256
+"""Most requests at a time of an engine that was not told."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,51 +56,6 @@ class Job:
         return {"engine": dict(self.engine), "sampling": dict(self.sampling), "groups": groups, "chat": self.chat}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What one engine did: its description and, by category, seconds and one record per generation."""
-
-    method: str
-    environment: dict[str, Any]
-    groups: dict[str, dict[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One row of the table; the fields are those of the JSON document.
-
-    Attributes:
-        method: `plain` or a method's name.
-        category: of the prompts, or `all`.
-        num_prompts: prompts answered; a row with several turns counts each.
-        num_tokens: generated, without the prompts.
-        num_target_calls: sum over requests of the target's passes that gave the request tokens: one for its
-            prompt and one a round. Counted as they happen, for `plain` as for the others.
-        num_verified_tokens: rows that the target computed in these rounds: draft tokens, and the token before them;
-            prompts are left out. None where the engine did not say.
-        acceptance_length: tokens a round, the target's own included: 1 + accepted / rounds; 1.0 for `plain`.
-        accepted_per_position: [K] number of rounds in which the first, second, ... draft token was accepted.
-        identical_to_plain: whether every prompt's tokens equal plain's; None where plain was not run.
-        seconds: wall-clock of the generation, without starting the engine.
-    """
-
-    method: str
-    category: str
-    num_prompts: int
-    num_tokens: int
-    num_target_calls: int
-    num_verified_tokens: int | None = None
-    acceptance_length: float
-    accepted_per_position: list[int] = field(default_factory=list)
-    identical_to_plain: bool | None
-    seconds: float
-
-    @property
-    def num_rounds(self) -> int:
-        """Target calls that verified a draft (or, for `plain`, decoded a token)."""
-        return self.num_target_calls - self.num_prompts
-
-
 Listener = Callable[[dict[str, Any]], None]
 
 
@@ -120,7 +80,7 @@ def check(jobs: Sequence[Job]) -> None:
 
 
 def run(job: Job, listener: Listener, cores: Sequence[int] = ()) -> Run:
-    """Run a job in a new process.
+    """Have all prompts answered once in a new process.
 
     Args:
         job: what to run.
@@ -133,67 +93,90 @@ def run(job: Job, listener: Listener, cores: Sequence[int] = ()) -> Run:
     """
     environment: dict[str, Any] = {}
     groups: dict[str, dict[str, Any]] = {}
-    for event in engine_events(job.method, job.as_message(), cores=cores):
+    batch_size = job.engine.get("max_num_seqs") or DEFAULT_BATCH
+    message = {**job.as_message(), "orders": [{"batch_size": batch_size}]}
+    for event in engine_events(job.method, message, cores=cores):
         listener(event)
         fields = {name: value for name, value in event.items() if name != "event"}
         if event["event"] == "ready":
             environment = fields
         elif event["event"] == "group":
             groups[fields.pop("category")] = fields
+    _require_all(job, groups)
+    return Run(method=job.method, environment=environment, groups=groups, batch_size=batch_size)
+
+
+class Engine:
+    """An engine that stays up and answers a job's prompts as often as it is asked to; made by :func:`started`.
+
+    Attributes:
+        environment: what runs, and the ``seconds`` that its start took.
+    """
+
+    def __init__(self, job: Job, orders: IO[str], events: Iterator[dict[str, Any]], listener: Listener):
+        self._job, self._orders, self._events, self._listener = job, orders, events, listener
+        self.environment = next((fields for kind, fields in self._until("ready") if kind == "ready"), {})
+
+    def run(self, batch_size: int, repeat: int) -> Run:
+        """Answer all prompts, at most so many at a time, after a warm-up that does not count.
+
+        Raises:
+            EngineError: the process ended before it was through.
+        """
+        heard = self._order({"batch_size": batch_size, "warm_up": True})
+        groups = {fields.pop("category"): fields for kind, fields in heard if kind == "group"}
+        _require_all(self._job, groups)
+        return Run(
+            method=self._job.method,
+            environment=self.environment,
+            groups=groups,
+            batch_size=batch_size,
+            repeat=repeat,
+        )
+
+    def shares(self, batch_size: int) -> dict[str, float] | None:
+        """Whose a round is (``Row.round_shares``), while as many prompts are answered as are one batch."""
+        heard = self._order({"batch_size": batch_size, "shares": True})
+        return next((fields["shares"] for kind, fields in heard if kind == "shares"), None)
+
+    def _order(self, order: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+        self._orders.write(json.dumps(order) + "\n")
+        self._orders.flush()
+        return list(self._until("done"))
+
+    def _until(self, last: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        for event in self._events:
+            self._listener(event)
+            yield event["event"], {name: value for name, value in event.items() if name != "event"}
+            if event["event"] == last:
+                return
+        raise EngineError(f"{self._job.method}: the engine's process ended before it was through")
+
+
+@contextmanager
+def started(job: Job, listener: Listener) -> Iterator[Engine]:
+    """An engine in a process of its own, up until the end of the block.
+
+    Raises:
+        ValueError: the engine refused the job; the message is its sentence.
+        EngineError: the process died; the message ends with the last lines of its log.
+    """
+    with tempfile.TemporaryDirectory(prefix="crossspec-") as folder:
+        pipe = Path(folder, "orders")
+        os.mkfifo(pipe)
+        # Open at both ends, or it would wait here for the engine to open the other.
+        with open(os.open(pipe, os.O_RDWR), "w") as orders:
+            events = engine_events(job.method, {**job.as_message(), "orders_file": str(pipe)})
+            try:
+                yield Engine(job, orders, events, listener)
+                orders.close()  # it ends by itself, with all that it started
+                for _ in events:
+                    pass
+            finally:
+                events.close()
+
+
+def _require_all(job: Job, groups: Mapping[str, Any]) -> None:
     missing = [category for category in by_category(job.prompts) if category not in groups]
     if missing:
         raise EngineError(f"{job.method}: the engine's process ended without results for {missing[0]}")
-    return Run(method=job.method, environment=environment, groups=groups)
-
-
-def rows(runs: Sequence[Run], plain: Run | None = None) -> list[Row]:
-    """A row per method and category, and one over all of a method's categories.
-
-    Args:
-        runs: at least one.
-        plain: what texts are compared with; None is the run of that name among them, if any.
-    """
-    plain = plain or next((run for run in runs if run.method == PLAIN), None)
-    return [row for run in runs for row in _rows_of(run, plain)]
-
-
-def _rows_of(run: Run, plain: Run | None) -> Iterator[Row]:
-    categories = [*run.groups, ALL]
-    for category in categories:
-        names = list(run.groups) if category == ALL else [category]
-        generations = [g for name in names for g in run.groups[name]["generations"]]
-        counts = [run.groups[name].get("num_verified_tokens", -1) for name in names]
-        accepted = accepted_per_position([g["accepted_histogram"] for g in generations])
-        num_drafts = sum(sum(g["accepted_histogram"]) for g in generations)
-        yield Row(
-            method=run.method,
-            category=category,
-            num_prompts=len(generations),
-            num_tokens=sum(len(g["token_ids"]) for g in generations),
-            num_target_calls=sum(g["num_target_calls"] for g in generations),
-            num_verified_tokens=None if -1 in counts else sum(counts),
-            acceptance_length=1.0 + sum(accepted) / num_drafts if num_drafts else 1.0,
-            accepted_per_position=accepted,
-            identical_to_plain=None if plain is None else all(_identical(run, plain, name) for name in names),
-            seconds=sum(run.groups[name]["seconds"] for name in names),
-        )
-
-
-def accepted_per_position(histograms: Sequence[Sequence[int]]) -> list[int]:
-    """From "how many rounds accepted j tokens" to "how many rounds accepted the i-th token".
-
-    Args:
-        histograms: one per generation, each [K + 1] or empty.
-
-    Returns:
-        [K] counts, up to the last position that was ever accepted (a tree of many nodes is not as deep); the first is
-        never smaller than the second.
-    """
-    total = [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)]
-    counts = [sum(total[i:]) for i in range(1, len(total))]
-    return counts[: next((i for i in range(len(counts), 0, -1) if counts[i - 1]), 0)]
-
-
-def _identical(run: Run, plain: Run, category: str) -> bool:
-    mine, theirs = run.groups[category]["generations"], plain.groups[category]["generations"]
-    return [g["token_ids"] for g in mine] == [g["token_ids"] for g in theirs]

@@ -213,6 +213,18 @@ def _add_worker_methods() -> None:
         """What steps cost by draft tokens and running requests (see ``engine.startup.step_costs``)."""
         return self.model_runner.measured_step_costs()
 
+    def crossspec_begin_shares(self: Any) -> None:
+        """Time the stages of every round from here on (see ``engine.startup.round_shares``)."""
+        from vllm_crossspec.engine.startup import round_shares
+
+        round_shares.begin(self.model_runner)
+
+    def crossspec_end_shares(self: Any) -> dict[str, Any] | None:
+        """Target's, draft's and the rest's part of these rounds; None where there were none."""
+        from vllm_crossspec.engine.startup import round_shares
+
+        return round_shares.end(self.model_runner)
+
     WorkerBase.crossspec_stats = crossspec_stats
     # Decisions, switches and catch-ups (``metrics.routing``), and trees and levels by bin (``metrics.adaptive``).
     WorkerBase.crossspec_routing = functools.partialmethod(feature_stats, "routing")
@@ -220,3 +232,5 @@ def _add_worker_methods() -> None:
     WorkerBase.crossspec_take_records = crossspec_take_records
     WorkerBase.crossspec_take_rounds = crossspec_take_rounds
     WorkerBase.crossspec_step_costs = crossspec_step_costs
+    WorkerBase.crossspec_begin_shares = crossspec_begin_shares
+    WorkerBase.crossspec_end_shares = crossspec_end_shares

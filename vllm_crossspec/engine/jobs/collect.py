@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_crossspec.config import settings_of
-from vllm_crossspec.engine.jobs.offline import Conversation, Emit, environment, generate, run_job, start_engine
+from vllm_crossspec.engine.jobs.client import Conversation
+from vllm_crossspec.engine.jobs.offline import Emit, environment, run_job, start_engine
 from vllm_crossspec.shards import shard_path
 from vllm_crossspec.training import records
 from vllm_crossspec.training.records import Answer, Facts
@@ -70,14 +71,13 @@ class Recording:
         self.llm, self.sampling, self.emit, self.method = llm, job["sampling"], emit, method
         self.chat, self.max_prompt_tokens = job["chat"], job["max_prompt_tokens"]
         self.steps: list[tuple[list[str], bytes]] = []
-        self._num_steps = 0
 
     def answer(self, prompts: list[dict[str, Any]]) -> dict[int, Answer]:
         """Texts by number; the first turns as one batch, then the second ones, and so on."""
         conversations = [(prompt, Conversation(self.llm, prompt, self.chat)) for prompt in prompts]
         answers: dict[int, Answer] = {}
         for turn in range(max(len(conversation) for _, conversation in conversations)):
-            asked: dict[int, tuple[str, list[int], Conversation]] = {}
+            batch: dict[int, tuple[str, list[int], Conversation]] = {}
             for prompt, conversation in conversations:
                 if len(conversation) <= turn:
                     continue
@@ -87,20 +87,37 @@ class Recording:
                     answers[number] = Answer(category, len(token_ids), [], TOO_LONG)
                     conversation.add_answer("")
                 else:
-                    asked[number] = category, token_ids, conversation
-            # Sampled texts draw by their number, whatever batch they are in.
-            batch = {number: token_ids for number, (_, token_ids, _) in asked.items()}
-            made = generate(self.llm, batch, self.sampling, self.emit, self._after_step)
-            self._take()
-            for number, (category, token_ids, conversation) in asked.items():
-                answers[number] = Answer(category, len(token_ids), made[number].token_ids, made[number].finish_reason)
-                conversation.add_answer(made[number].text)
+                    batch[number] = (category, token_ids, conversation)
+            self._generate(batch, answers)
         return answers
 
-    def _after_step(self) -> None:
-        self._num_steps += 1
-        if self._num_steps % STEPS_PER_TRANSFER == 0:
-            self._take()
+    def _generate(self, batch: dict[int, tuple[str, list[int], Conversation]], answers: dict[int, Answer]) -> None:
+        """Answer one turn of all conversations; sampled texts draw by their number, whatever batch they are in."""
+        from vllm import SamplingParams
+
+        engine, num_steps = self.llm.llm_engine, 0
+        lengths: dict[str, int] = {}
+        for number, (_, token_ids, _) in batch.items():
+            seed = None if self.sampling.get("seed") is None else self.sampling["seed"] + number
+            params = SamplingParams(**{**self.sampling, "seed": seed})
+            engine.add_request(str(number), {"prompt_token_ids": token_ids}, params)
+        while engine.has_unfinished_requests():
+            outputs = engine.step()
+            num_steps += 1
+            before = sum(lengths.values())
+            for output in outputs:
+                lengths[output.request_id] = len(output.outputs[0].token_ids)
+                if not output.finished:
+                    continue
+                number, made = int(output.request_id), output.outputs[0]
+                category, token_ids, conversation = batch[number]
+                answers[number] = Answer(category, len(token_ids), list(made.token_ids), made.finish_reason or "")
+                conversation.add_answer(made.text)
+            if outputs:
+                self.emit("progress", num_tokens=sum(lengths.values()) - before)
+            if num_steps % STEPS_PER_TRANSFER == 0:
+                self._take()
+        self._take()
 
     def _take(self) -> None:
         taken = self.llm.collective_rpc(self.method)[0]

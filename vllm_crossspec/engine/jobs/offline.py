@@ -2,52 +2,45 @@
 
 Started as ``python -m vllm_crossspec.engine.jobs.offline JOB EVENTS``: JOB is the file of a job that
 :mod:`vllm_crossspec.cli.runner` wrote (its :class:`~vllm_crossspec.cli.runner.Job` describes it), EVENTS the
-number of an open file descriptor. Events go there as JSON lines; what vLLM logs goes to stdout and stderr.
+number of an open file descriptor. Events go there as JSON lines; what vLLM logs goes to stdout and stderr. What to do,
+and how often, the job says in ``orders``, or someone in the lines of the pipe that it names (:class:`Measured`).
 
 Events, by their ``event``:
     checking: the configuration of ``method``; a job that has ``checks`` in the place of its groups is these alone.
     ready: the engine is up; with what ran (versions, device, whether kernels are interpreted).
     progress: ``num_tokens`` generated since the last one.
-    group: all prompts of one category are done; one record per generation, and the target rows of all their rounds.
+    group: all prompts of one category are done; one record per generation and one of its times, the target rows of all
+        their rounds, and their rounds by drafter.
+    shares: what of a round is whose (``engine.startup.round_shares``).
+    done: an order is carried out.
     error: ``message`` says in a sentence what the user can mend; the process ends with status 1.
 """
 
+import dataclasses
+import difflib
 import gc
 import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
+from vllm_crossspec.engine.jobs.client import Client, Conversation, Generation, Timing
 from vllm_crossspec.twins import runs_kernels
 
 Emit = Callable[..., None]
-WARM_UP_TOKENS = 4
-
-
-class Generation(NamedTuple):
-    """What the engine did for one prompt.
-
-    Attributes:
-        token_ids: the text's tokens, without the prompt's.
-        text: the same as text.
-        num_target_calls: target passes that gave this request tokens: one for the prompt and one a round.
-        accepted_histogram: ``[j]`` is the number of rounds in which j draft tokens were accepted (vLLM's own
-            count, taken before the text is cut at its end); empty without speculation.
-        finish_reason: why it ended, in vLLM's word.
-    """
-
-    token_ids: list[int]
-    text: str
-    num_target_calls: int
-    accepted_histogram: list[int]
-    finish_reason: str
+START_TOKENS = 4
+"""Of the one answer that every engine starts with."""
+WARM_UP_TOKENS = 16
+"""Of the answers before a measured pass."""
+SHARES_PROMPTS = 8
+"""At least, while the parts of a round are measured; fewer where there are no more."""
 
 
 def run_job(argv: list[str], run: Callable[[dict[str, Any], Emit], None]) -> int:
@@ -83,25 +76,94 @@ def _run(job: dict[str, Any], emit: Emit) -> None:
             check_engine(check["engine"])
         return
     started = time.perf_counter()
-    llm = start_engine(job["engine"])
-    prompts = [[Conversation(llm, row, job["chat"]) for row in group["prompts"]] for group in job["groups"]]
-    limit = llm.model_config.max_model_len
-    for conversation in (c for group in prompts for c in group):
-        conversation.next_prompt(limit)
-    generate(llm, {0: prompts[0][0].next_prompt(limit)}, {**job["sampling"], "max_tokens": WARM_UP_TOKENS}, _silent)
+    # A request's times are vLLM's own.
+    llm = start_engine({**job["engine"], "disable_log_stats": False})
+    measured = Measured(llm, job, emit)
+    measured.warm_up(1, START_TOKENS)
     emit("ready", seconds=time.perf_counter() - started, **environment())
-    for group, conversations in zip(job["groups"], prompts, strict=True):
-        before = _device_rows(llm)
-        started = time.perf_counter()
-        generations = _answer(llm, conversations, job["sampling"], emit)
-        seconds = time.perf_counter() - started
-        emit(
-            "group",
-            category=group["category"],
-            seconds=seconds,
-            num_verified_tokens=_verified_tokens(llm, generations, before),
-            generations=[generation._asdict() for generation in generations],
-        )
+    for order in job["orders"] if "orders" in job else _orders(Path(job["orders_file"])):
+        measured.follow(order)
+        emit("done")
+
+
+def _orders(pipe: Path) -> Iterator[dict[str, Any]]:
+    """As they are given, until whoever gives them closes the pipe."""
+    with pipe.open() as lines:
+        yield from map(json.loads, lines)
+
+
+class Measured:
+    """An engine that answers the job's prompts as it is ordered to.
+
+    An order has ``batch_size``, the most requests at a time, and may have ``warm_up`` (answer the first prompts before,
+    which counts nowhere) and ``shares`` (tell what of a round is whose, over some of the prompts).
+
+    Args:
+        llm: vLLM's LLM.
+        job: as the module's docstring says.
+        emit: takes the events.
+
+    Raises:
+        ValueError: a prompt is too long for the model.
+    """
+
+    def __init__(self, llm: Any, job: dict[str, Any], emit: Emit):
+        self._llm, self._job, self._emit = llm, job, emit
+        self._rows = [row for group in job["groups"] for row in group["prompts"]]
+        for row in self._rows:
+            Conversation(llm, row, job["chat"]).next_prompt(llm.model_config.max_model_len)
+
+    def follow(self, order: dict[str, Any]) -> None:
+        """Answer the prompts; one event a category, or one with the shares of a round."""
+        batch_size = order["batch_size"]
+        self._llm.reset_prefix_cache()  # for who turned it on: a repeat must not find the prompts of the last
+        if order.get("warm_up"):
+            self.warm_up(batch_size, WARM_UP_TOKENS)
+        if order.get("shares"):
+            self._llm.collective_rpc("crossspec_begin_shares")
+            self._answer(self._some(max(batch_size, SHARES_PROMPTS)), batch_size)
+            self._emit("shares", shares=self._llm.collective_rpc("crossspec_end_shares")[0])
+            return
+        for group in self._job["groups"]:
+            before, routes = _device_rows(self._llm), _routes(self._llm)
+            started = time.perf_counter()
+            answers = self._answer(group["prompts"], batch_size)
+            seconds = time.perf_counter() - started
+            generations = [generation for generation, _ in answers]
+            self._emit(
+                "group",
+                category=group["category"],
+                seconds=seconds,
+                num_verified_tokens=_verified_tokens(self._llm, generations, before),
+                routes={name: count - routes[name] for name, count in _routes(self._llm).items()},
+                generations=[generation._asdict() for generation in generations],
+                timings=[timing._asdict() for _, timing in answers],
+            )
+
+    def warm_up(self, batch_size: int, max_tokens: int) -> None:
+        """Compile what is compiled when it is first needed, and wake the machine up."""
+        short = {**self._job["sampling"], "max_tokens": min(max_tokens, self._job["sampling"]["max_tokens"])}
+        first = [{**row, "turns": row["turns"][:1]} for row in self._some(batch_size)]
+        Client(self._llm, short, batch_size, lambda num_tokens: None).answer(self._conversations(first))
+
+    def _answer(self, rows: list[dict[str, Any]], batch_size: int) -> list[tuple[Generation, Timing]]:
+        def report(num_tokens: int) -> None:
+            self._emit("progress", num_tokens=num_tokens)
+
+        return Client(self._llm, self._job["sampling"], batch_size, report).answer(self._conversations(rows))
+
+    def _conversations(self, rows: list[dict[str, Any]]) -> list[Conversation]:
+        return [Conversation(self._llm, row, self._job["chat"]) for row in rows]
+
+    def _some(self, count: int) -> list[dict[str, Any]]:
+        """As many prompts, spread over the categories."""
+        return self._rows[:: max(len(self._rows) // count, 1)][:count]
+
+
+def _routes(llm: Any) -> dict[str, int]:
+    """Rounds of requests so far by the drafter that they were routed to; empty where nothing is routed."""
+    routing = llm.collective_rpc("crossspec_routing")[0]
+    return {} if routing is None else {name: one["decisions"] for name, one in routing["drafters"].items()}
 
 
 def _device_rows(llm: Any) -> int | None:
@@ -148,9 +210,15 @@ def start_engine(engine: dict[str, Any]) -> Any:
 
 
 def _arguments(engine: dict[str, Any]) -> dict[str, Any]:
+    from vllm import EngineArgs
     from vllm.platforms import current_platform
 
     settings = {key: value for key, value in engine.items() if value is not None}
+    known = [field.name for field in dataclasses.fields(EngineArgs)]
+    for name in settings:
+        if name not in known:
+            (close,) = difflib.get_close_matches(name, known, n=1, cutoff=0.0)
+            raise ValueError(f"--engine-args {name}: vLLM's EngineArgs has no such field; did you mean {close!r}?")
     if current_platform.is_cpu():
         keep_to_one_process(settings)
     if "speculative_config" in settings:
@@ -174,112 +242,6 @@ def keep_to_one_process(settings: dict[str, Any]) -> None:
         settings.setdefault("distributed_executor_backend", "uni")
     # vLLM collects garbage ten times while an engine starts; nothing that was imported is any.
     gc.freeze()
-
-
-class Conversation:
-    """The turns of one prompt row, each a generation whose answer joins the history of the next."""
-
-    def __init__(self, llm: Any, row: dict[str, Any], chat: bool | None) -> None:
-        self._tokenizer = llm.get_tokenizer()
-        template = getattr(self._tokenizer, "chat_template", None) is not None
-        if chat and not template:
-            raise ValueError("this model's tokenizer has no chat template: pass --raw")
-        self._chat = template if chat is None else chat
-        self._where, self._turns = row["where"], row["turns"]
-        self._messages: list[dict[str, str]] = []
-
-    def __len__(self) -> int:
-        return len(self._turns)
-
-    def next_prompt(self, max_model_len: int | None) -> list[int]:
-        """Token ids of the next turn's prompt. Raises ValueError where they leave no room for an answer.
-
-        Args:
-            max_model_len: tokens of prompt and answer; None where the caller looks at the length.
-        """
-        messages = [*self._messages, {"role": "user", "content": self._turns[len(self._messages) // 2]}]
-        if self._chat:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-            token_ids = self._tokenizer.encode(text, add_special_tokens=False)
-        else:
-            token_ids = self._tokenizer.encode("\n".join(message["content"] for message in messages))
-        if max_model_len is not None and len(token_ids) >= max_model_len:
-            raise ValueError(
-                f"{self._where}: the prompt has {len(token_ids)} tokens and the model takes {max_model_len} "
-                "with the answer: shorten it, or raise --max-model-len if the model allows"
-            )
-        return token_ids
-
-    def add_answer(self, text: str) -> None:
-        """Make the answer part of the next turn's history."""
-        turn = self._turns[len(self._messages) // 2]
-        self._messages += [{"role": "user", "content": turn}, {"role": "assistant", "content": text}]
-
-
-def _answer(llm: Any, conversations: list[Conversation], sampling: dict[str, Any], emit: Emit) -> list[Generation]:
-    """All turns of all conversations: the first turns as one batch, then the second ones, and so on."""
-    limit = llm.model_config.max_model_len
-    generations: list[Generation] = []
-    for turn in range(max(map(len, conversations))):
-        prompts = {i: c.next_prompt(limit) for i, c in enumerate(conversations) if len(c) > turn}
-        made = generate(llm, prompts, sampling, emit)
-        for i, generation in made.items():
-            conversations[i].add_answer(generation.text)
-        generations += made.values()
-    return generations
-
-
-def generate(
-    llm: Any,
-    prompts: dict[int, list[int]],
-    sampling: dict[str, Any],
-    emit: Emit,
-    after_step: Callable[[], None] = lambda: None,
-) -> dict[int, Generation]:
-    """One batch, stepped by hand: every output that a step gives a request is one target pass for it.
-
-    Args:
-        prompts: token ids of each prompt, by number; numbers are the requests' names.
-        sampling: vLLM's sampling parameters; a seed in them is raised by the prompt's number, so that
-            requests of a batch draw apart and a request draws the same whatever its batch.
-        emit: takes the progress.
-        after_step: called after every step of the engine.
-
-    Returns:
-        What became of each prompt, by number.
-    """
-    from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
-
-    engine = llm.llm_engine
-    for number, prompt in prompts.items():
-        seed = None if sampling.get("seed") is None else sampling["seed"] + number
-        params = SamplingParams(**{**sampling, "seed": seed}, output_kind=RequestOutputKind.DELTA)
-        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
-    made = dict.fromkeys(prompts, Generation([], "", 0, [], ""))
-    while engine.has_unfinished_requests():
-        outputs = engine.step()
-        for output in outputs:
-            made[int(output.request_id)] = _extend(made[int(output.request_id)], output.outputs[0])
-        if outputs:
-            emit("progress", num_tokens=sum(len(output.outputs[0].token_ids) for output in outputs))
-        after_step()
-    return made
-
-
-def _extend(generation: Generation, delta: Any) -> Generation:
-    metrics = delta.spec_decode_metrics
-    return Generation(
-        token_ids=generation.token_ids + list(delta.token_ids),
-        text=generation.text + delta.text,
-        num_target_calls=generation.num_target_calls + bool(delta.token_ids),
-        accepted_histogram=generation.accepted_histogram if metrics is None else list(metrics.histogram),
-        finish_reason=delta.finish_reason or "",
-    )
-
-
-def _silent(event: str, **fields: Any) -> None:
-    """Takes the events of the warm-up, which nobody waits for."""
 
 
 def environment() -> dict[str, Any]:
