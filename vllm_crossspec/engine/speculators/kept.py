@@ -38,6 +38,7 @@ class KeptDrafts:
         self.state: DraftState | None = None
         self.padded = torch.zeros(max_num_reqs, self.num_nodes, dtype=torch.int64, device=device)
         self.planned = torch.zeros(max_num_reqs, settings.planned(self.num_nodes), dtype=torch.int64, device=device)
+        self._no_drafts = torch.zeros_like(self.planned)
         if self.stores_shapes:
             self._chains = empty_tree(max_num_reqs, self.num_nodes, device)
 
@@ -83,16 +84,17 @@ class KeptDrafts:
         """The draft tokens [R, N] as the scheduler plans them: rows that are no drafts follow, whatever their ids."""
         if self.planned.shape[1] == tokens.shape[1]:
             return tokens
-        planned = self.planned[: tokens.shape[0]]
-        planned[:, : tokens.shape[1]] = tokens  # the others are 0 for good
-        return planned
+        num_reqs, num_tokens = tokens.shape
+        # The others are written in every round, for vLLM puts -1 where it plans fewer.
+        parts = (tokens, self._no_drafts[:num_reqs, num_tokens:])
+        return torch.cat(parts, dim=1, out=self.planned[:num_reqs])
 
     def nothing(self, num_reqs: int, num_scheduled: int | None) -> torch.Tensor:
         """The plan of a round in which nobody drafts.
 
         The scheduler may have planned rows all the same (``engine.scheduler``), whose tokens must be valid.
         """
-        return torch.full_like(self.planned[:num_reqs], -1 if num_scheduled == 0 else 0)
+        return self.planned[:num_reqs].fill_(-1 if num_scheduled == 0 else 0)
 
     def _pad(self, tokens: torch.Tensor) -> torch.Tensor:
         """Bring [R, k] to [R, N] with each row's last token: padding goes through the embedding and must be valid."""
