@@ -198,6 +198,10 @@ def verify_cases(batch_size: int, shape: Shape, options: argparse.Namespace) -> 
         "out_tokens": torch.zeros(batch_size, DEPTH + 1, dtype=torch.int64, device=DEVICE),
         "path": int32(batch_size, DEPTH + 1),
         "num_sampled": int32(batch_size),
+        "num_rejected": int32(batch_size),
+        "cu_rows": step.cu_num_logits,
+        "seq_lens": step.seq_lens,
+        "prefill_len": int32(batch_size),
         "max_depth": DEPTH,
     }
 
@@ -205,7 +209,7 @@ def verify_cases(batch_size: int, shape: Shape, options: argparse.Namespace) -> 
         walk.walk_tree(**walked)
         expected = on_cpu(walked)
         naive.walk_tree(**expected)
-        names = ("out_tokens", "path", "num_sampled")
+        names = ("out_tokens", "path", "num_sampled", "num_rejected")
         right_path = same([walked["path"], walked["num_sampled"]], [step.path, step.num_sampled])
         return right_path and same([walked[k] for k in names], [expected[k] for k in names])
 

@@ -7,8 +7,8 @@ from hopper import compile_in_subprocess
 
 from vllm_crossspec.arrays import ranges
 from vllm_crossspec.catchup.backlog import Backlog, StepRows
-from vllm_crossspec.catchup.kernels import accepted_lengths, locate
-from vllm_crossspec.catchup.naive import accepted_lengths_naive, locate_naive
+from vllm_crossspec.catchup.kernels import accepted_lengths, join_rows, locate
+from vllm_crossspec.catchup.naive import accepted_lengths_naive, join_rows_naive, locate_naive
 
 POISON = -7777
 
@@ -158,11 +158,21 @@ def test_accepted_lengths():
     assert last_rows.tolist() == [2, 8, 8] and computed.tolist() == [42, 40, 0]
 
 
+@pytest.mark.parametrize(("taps", "width", "dtype"), [(1, 7, torch.float32), (3, 1300, torch.bfloat16)])
+def test_joined_rows(taps, width, dtype):
+    generator = torch.Generator().manual_seed(taps)
+    states = [torch.randn(40, width + i, generator=generator).to(dtype)[:, :width] for i in range(taps)]
+    rows = torch.randint(0, 40, (17,), generator=generator)
+    found = join_rows(states, rows)
+    assert torch.equal(found, join_rows_naive(states, rows))
+    assert torch.equal(found[3, -width:], states[-1][rows[3]])
+
+
 COMPILE_FOR_HOPPER = """
 import hopper
 compiled = hopper.compile_only()
 import torch
-from vllm_crossspec.catchup.kernels import locate, accepted_lengths
+from vllm_crossspec.catchup.kernels import accepted_lengths, join_rows, locate
 
 table, token_ids = torch.zeros(8, 64, dtype=torch.int32), torch.zeros(8, 4096, dtype=torch.int32)
 last_rows, computed = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
@@ -173,8 +183,10 @@ for num_tokens in (1, 2, 16, 31, 300, 1024):
 for num_reqs in (1, 2, 16, 33):
     rows = {"query_start_loc": computed, "num_rejected": computed, "num_computed": computed}
     accepted_lengths(idx_mapping=computed[:num_reqs], **rows, last_rows=last_rows, computed=computed)
+for num_rows in (1, 2, 16, 33):
+    join_rows(list(torch.zeros(3, 64, 256)), last_rows[:num_rows])
 found = {name: len(codes) for name, codes in compiled.items()}
-assert found == {"_locate_kernel": 1, "_accepted_lengths_kernel": 1}, compiled
+assert found == {"_locate_kernel": 1, "_accepted_lengths_kernel": 1, "_join_rows_kernel": 1}, compiled
 """
 
 

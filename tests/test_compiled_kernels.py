@@ -47,10 +47,12 @@ CASES = {
     "test_verify_kernels.test_rows_equal_naive": [(7, 3, torch.int32), (3, 2, torch.int64)],
     "test_verify_kernels.test_rows_with_contemplate_rows_equal_naive": [(7, 3, 16)],
     "test_verify_kernels.test_last_rows_equal_naive": [(3,)],
+    "test_verify_kernels.test_gathered_rows_are_indexed_ones": [(61, 200), (2500, 2600)],
     "test_verify_kernels.test_walk_equals_naive": [(7, 3, torch.int32), (60, 8, torch.int64)],
     "test_verify_kernels.test_penalties_equal_naive": [(7, 3, 300, torch.float32), (1, 1, 31, torch.bfloat16)],
     "test_catchup.test_locate": [(3,), (300,)],
     "test_catchup.test_accepted_lengths": [()],
+    "test_catchup.test_joined_rows": [(3, 1300, torch.bfloat16)],
     "test_tree_builders.test_best_first_equals_naive": [(5, 2, 3, 14, 20, 0.4), (3, 7, 5, 60, 60, 0.0)],
     "test_tree_builders.test_dynamic_equals_naive": [(5, 13, 3, 4, 0.3, 31), (3, 7, 5, 1, 0.6, 1)],
     "test_tree_builders.test_chain_equals_naive": [(3, 7, 7, True), (4, 33, 40, False)],
@@ -150,11 +152,32 @@ def randint(low, high, *shape, seed=1, dtype=torch.int32):
 def test_growth(recorder, reqs, slots, top_k):
     from vllm_crossspec.drafters.eagle3.levels import prepare_growth
 
-    lengths, start = torch.full((slots,), -7, dtype=torch.int32), torch.full((slots + 1,), -7, dtype=torch.int32)
-    seen, rejected = randint(20, 500, reqs), randint(0, 9, reqs)
-    prepare_growth(target_seq_lens=seen, num_rejected=rejected, seq_lens=lengths, query_start_loc=start, top_k=top_k)
-    assert torch.equal(lengths[:reqs], seen - rejected)
+    lengths, start = torch.zeros(slots, dtype=torch.int32), torch.full((slots + 1,), -7, dtype=torch.int32)
+    lengths[:reqs] = randint(20, 500, reqs)
+    positions = lengths.long() - 1 - randint(0, 9, slots)
+    prepare_growth(positions=positions, seq_lens=lengths, query_start_loc=start, top_k=top_k)
+    assert torch.equal(lengths[:reqs].long(), positions[:reqs] + 1) and not lengths[reqs:].any()
     assert start.tolist() == [min(i, reqs) * top_k for i in range(slots + 1)]
+
+
+@pytest.mark.parametrize(("reqs", "slots", "dtype"), [(0, 3, torch.int64), (1, 1, torch.int32), (5, 300, torch.int64)])
+def test_copied_requests(recorder, reqs, slots, dtype):
+    from vllm_crossspec.drafters.requests import copy_requests
+
+    mapping, temperature = randint(0, slots, max(reqs, 2), dtype=dtype), rand(slots)
+    seeds = randint(0, 2**40, slots, dtype=torch.int64)
+    own = torch.full((slots,), -7), torch.full((slots,), -7.0), torch.full((slots,), -7)
+    copy_requests(
+        from_mapping=mapping,
+        from_temperature=temperature,
+        from_seeds=seeds,
+        idx_mapping=own[0],
+        temperature=own[1],
+        seeds=own[2],
+        num_reqs=reqs,
+    )
+    assert own[0].tolist() == mapping[:reqs].tolist() + [-1] * (slots - reqs)
+    assert torch.equal(own[1], temperature) and torch.equal(own[2], seeds)
 
 
 @pytest.mark.parametrize(("reqs", "nodes", "width"), [(1, 1, 1), (4, 7, 9), (3, 60, 64)])
@@ -173,7 +196,12 @@ def test_stored_trees(recorder, reqs, nodes, width):
     sizes, modes = torch.full((slots,), -7, dtype=torch.int32), randint(0, 3, slots)
     mapping = torch.randperm(slots, generator=torch.Generator().manual_seed(2))[:reqs].to(torch.int32)
     mapping[0] = -1 if reqs > 1 else mapping[0]
-    store_trees(tree=tree, idx_mapping=mapping, sizes=sizes, modes=modes, nothing=2, parents=parents)
+    by = torch.full((slots,), -7, dtype=torch.int32)
+    store_trees(
+        tree=tree, idx_mapping=mapping, sizes=sizes, modes=modes, nothing=2, parents=parents, drafted_by=by, drafter=3
+    )
+    drafted = [slot for slot in mapping.tolist() if slot >= 0 and int(modes[slot]) != 2]
+    assert by.tolist() == [3 if slot in drafted else -7 for slot in range(slots)]
     for row, slot in enumerate(mapping.tolist()):
         if slot >= 0:
             assert torch.equal(parents[slot, :nodes], tree.parents[row])
@@ -238,7 +266,7 @@ def test_grammar_masks(recorder):
 def test_no_kernel_of_the_project_is_left_out(request):
     """Behind all the others: a new kernel needs a case."""
     mine = [item.originalname for item in request.session.items if item.path == request.path]
-    own = {"test_growth", "test_stored_trees"}
+    own = {"test_growth", "test_copied_requests", "test_stored_trees"}
     if mine.count("test_kernels_of_the_project") < sum(map(len, CASES.values())) or not own <= set(mine):
         pytest.skip("counts the cases of this whole file, of which a part was chosen; run the file without -k and -m")
     trees = {

@@ -173,6 +173,7 @@ NAMED_KINDS = {
     "config.py": ("flashhead",),  # the head of this name
     "engine/models/confu_config.py": ("eagle3",),  # a type of vLLM's, in one kind's own module
     "engine/vllm_api/speculative.py": ("dflash", "eagle3", "draft_model"),  # methods of vLLM's, the most room first
+    "inflate/folder.py": ("draft_model",),  # what a folder without any drafter's marks is taken for
     "engine/weights.py": ("draft_model",),  # a tag of vLLM's compile cache
     "training/confu.py": ("confu",),  # the kind that it trains; so the next three
     "training/dart.py": ("dart",),

@@ -132,6 +132,7 @@ def walk_step(implementation, step, num_live, sampled, node_tokens, max_depth, w
         "out_tokens": poisoned(num_reqs, width, dtype=torch.int64),
         "path": poisoned(num_reqs + 2, max_depth + 1),
         "num_sampled": poisoned(num_reqs),
+        "num_rejected": poisoned(num_reqs),
     }
     implementation.walk_tree(
         idx_mapping=step.idx_mapping,
@@ -140,6 +141,9 @@ def walk_step(implementation, step, num_live, sampled, node_tokens, max_depth, w
         parents=step.parents,
         sampled=sampled,
         node_tokens=node_tokens,
+        cu_rows=2 * step.cu_num_logits,
+        seq_lens=step.seq_lens,
+        prefill_len=step.prefill_len,
         max_depth=max_depth,
         **outputs,
     )
@@ -160,6 +164,16 @@ def test_last_rows_equal_naive(num_reqs):
             rows=out,
         )
     assert torch.equal(found, expected) and (found[:num_reqs] >= 0).all() and (found[num_reqs:] == POISON).all()
+
+
+@pytest.mark.parametrize(("num_rows", "num_tokens"), [(1, 1), (61, 200), (2500, 2600)])
+def test_gathered_rows_are_indexed_ones(num_rows, num_tokens):
+    generator = torch.Generator().manual_seed(num_rows)
+    taken = torch.randint(0, num_tokens, (num_rows,), generator=generator).to(DEVICE)
+    positions = torch.randint(0, 9999, (num_tokens,), generator=generator).to(DEVICE)
+    ids = positions.flip(0).to(torch.int32)
+    found = rows.gather_rows(taken, ids, positions)
+    assert torch.equal(found[0], ids[taken]) and torch.equal(found[1], positions[taken])
 
 
 @pytest.mark.parametrize(("num_nodes", "max_depth"), SHAPES)
@@ -320,6 +334,7 @@ for num_nodes, depth in [(7, 3), (60, 8), (255, 12)]:
     cases.prepare(cases.rows, step_of_two, depth, contemplates=True, num_soft=40)
     num_live, tokens = step.sizes, torch.zeros(int(step.cu_num_logits[-1]), dtype=torch.int64)
     walked = cases.walk_step(cases.walk, step, num_live, tokens, tokens, depth, depth + 1)
+    cases.rows.gather_rows(tokens, tokens.int(), tokens)
     walk = {name: walked[name] for name in ("num_sampled", "path")}
     cases.walk.last_rows(cu_num_logits=step.cu_num_logits, **walk, rows=tokens)
     arguments = cases.make_penalties(0, step, num_live, 4096)
@@ -327,7 +342,7 @@ for num_nodes, depth in [(7, 3), (60, 8), (255, 12)]:
         logits = torch.zeros(tokens.shape[0], 4096, dtype=dtype)
         cases.tree_penalties(logits=logits, **arguments, max_depth=depth)
 assert set(compiled) == {
-    "_prepare_rows_kernel", "_walk_tree_kernel", "_last_rows_kernel", "_tree_penalties_kernel"
+    "_prepare_rows_kernel", "_gather_rows_kernel", "_walk_tree_kernel", "_last_rows_kernel", "_tree_penalties_kernel"
 }, set(compiled)
 """
 

@@ -1,6 +1,8 @@
 """Where tokens that a drafter missed go in its cache, and which tokens follow them; one launch a cache group."""
 
 # mypy: disable-error-code="no-untyped-def"
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -117,3 +119,42 @@ def accepted_lengths(
     _accepted_lengths_kernel[(idx_mapping.shape[0],)](
         idx_mapping, query_start_loc, num_rejected, num_computed, last_rows, computed
     )
+
+
+# One variant for every batch: none may have to be compiled while requests wait.
+@triton.jit(do_not_specialize=["rows_ptr"])
+def _join_rows_kernel(
+    states,  # tuple of pointers to [T, H]
+    strides,  # tuple of their row strides
+    rows_ptr,  # int64 [n]
+    out_ptr,  # [n, taps * H] out
+    width,  # H
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    source = tl.load(rows_ptr + row)
+    for i in tl.static_range(len(states)):
+        values = tl.load(states[i] + source * strides[i] + column, mask=inside)
+        tl.store(out_ptr + (row * len(states) + i) * width + column, values, mask=inside)
+
+
+def join_rows(states: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """Some rows of all states, side by side; one launch.
+
+    Args:
+        states: [T, H] each, of one dtype and width, rows contiguous.
+        rows: int64 [n].
+
+    Returns:
+        [n, taps * H].
+    """
+    num_rows, width = rows.shape[0], states[0].shape[1]
+    assert all(s.shape[1] == width and s.stride(1) == 1 and s.dtype == states[0].dtype for s in states)
+    out = states[0].new_empty(num_rows, len(states) * width)
+    block = min(1024, triton.next_power_of_2(width))
+    _join_rows_kernel[(num_rows, triton.cdiv(width, block))](
+        tuple(states), tuple(s.stride(0) for s in states), rows, out, width, BLOCK=block
+    )
+    return out

@@ -1,5 +1,7 @@
 """Plain twins of the kernels."""
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -27,3 +29,8 @@ def accepted_lengths_naive(
     last_rows = query_start_loc[1 : num_reqs + 1].long() - num_rejected - 1
     computed = torch.where(idx_mapping < 0, 0, num_computed[idx_mapping.clamp(min=0).long()])
     return last_rows, computed.int()
+
+
+def join_rows_naive(states: Sequence[torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+    """``kernels.join_rows``; also what runs where kernels are interpreted."""
+    return torch.cat([s.index_select(0, rows) for s in states], dim=-1)

@@ -33,7 +33,6 @@ class DraftState:
         row_mask: int32 [tokens, W] which tail rows each row of the step sees.
         prefix_len, num_live: int32 [S] of the step's requests.
         path: int32 [S, D + 1] accepted rows of the step's requests.
-        out_tokens: int64 [S, D + 1] sampled tokens along the path.
         num_sampled: int32 [S] their number.
     """
 
@@ -63,7 +62,6 @@ class DraftState:
         self.row_mask = zeros(max_num_tokens, self.num_words)
         self.prefix_len, self.num_live = zeros(max_num_reqs), zeros(max_num_reqs)
         self.path = zeros(max_num_reqs, max_depth + 1)
-        self.out_tokens = zeros(max_num_reqs, max_depth + 1, dtype=torch.int64)
         self.num_sampled = zeros(max_num_reqs)
 
     @property
@@ -71,12 +69,14 @@ class DraftState:
         """Device memory of all buffers."""
         return sum(t.nbytes for t in vars(self).values() if isinstance(t, torch.Tensor))
 
-    def store(self, idx_mapping: torch.Tensor, tree: TokenTree) -> None:
+    def store(self, idx_mapping: torch.Tensor, tree: TokenTree, drafted_by: torch.Tensor, drafter: int) -> None:
         """Keep the trees of a round for the step that verifies them; requests that opted out get no live nodes.
 
         Args:
             idx_mapping: int [R] slot of each row; negative entries are padding.
             tree: of the round; its N may be smaller than this state's.
+            drafted_by: int32 [S], written: ``drafter`` for the requests that did not opt out.
+            drafter: number of the one that drafted.
         """
         store_trees(
             tree=tree,
@@ -84,6 +84,8 @@ class DraftState:
             parents=self.parents,
             sizes=self.sizes,
             modes=self.modes_on_device,
+            drafted_by=drafted_by,
+            drafter=drafter,
             nothing=NO_DRAFTS,
         )
 

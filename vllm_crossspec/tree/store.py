@@ -1,4 +1,4 @@
-"""Keeping a round's trees by request slot, as one launch."""
+"""Keeping a round's trees by request slot, and who drafted them, as one launch."""
 
 # mypy: disable-error-code="no-untyped-def"
 import torch
@@ -8,7 +8,8 @@ import triton.language as tl
 from vllm_crossspec.types import TokenTree
 
 
-@triton.jit
+# One variant for all drafters: the first draft of one must not wait for the compiler.
+@triton.jit(do_not_specialize=["drafter"])
 def _store_trees_kernel(
     tree_parents_ptr,  # int32 [R, n]
     tree_parents_stride,
@@ -18,6 +19,8 @@ def _store_trees_kernel(
     parents_stride,
     sizes_ptr,  # int32 [S]
     modes_ptr,  # int32 [S]
+    drafted_by_ptr,  # int32 [S]
+    drafter,
     nothing,
     num_nodes,
     BLOCK: tl.constexpr,
@@ -29,8 +32,10 @@ def _store_trees_kernel(
         inside = node < num_nodes
         parents = tl.load(tree_parents_ptr + row * tree_parents_stride + node, mask=inside)
         tl.store(parents_ptr + slot * parents_stride + node, parents, mask=inside)
-        size = tl.load(tree_sizes_ptr + row)
-        tl.store(sizes_ptr + slot, tl.where(tl.load(modes_ptr + slot) == nothing, 0, size))
+        wants_none = tl.load(modes_ptr + slot) == nothing
+        tl.store(sizes_ptr + slot, tl.where(wants_none, 0, tl.load(tree_sizes_ptr + row)))
+        if not wants_none:
+            tl.store(drafted_by_ptr + slot, drafter)
 
 
 def store_trees(
@@ -40,6 +45,8 @@ def store_trees(
     parents: torch.Tensor,
     sizes: torch.Tensor,
     modes: torch.Tensor,
+    drafted_by: torch.Tensor,
+    drafter: int,
     nothing: int,
 ) -> None:
     """Copy the trees of the batch's rows to their slots; one launch, no sync.
@@ -50,6 +57,8 @@ def store_trees(
         parents: int32 [S, N], written.
         sizes: int32 [S], written; 0 where ``modes`` says ``nothing``.
         modes: int32 [S].
+        drafted_by: int32 [S], written but where ``modes`` says ``nothing``.
+        drafter: number of the one that drafted.
         nothing: the mode of requests that want no drafts.
     """
     num_nodes = tree.parents.shape[1]
@@ -62,6 +71,8 @@ def store_trees(
         parents.stride(0),
         sizes,
         modes,
+        drafted_by,
+        drafter,
         nothing,
         num_nodes,
         BLOCK=triton.next_power_of_2(num_nodes),

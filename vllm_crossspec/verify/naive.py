@@ -88,6 +88,10 @@ def walk_tree(
     out_tokens: torch.Tensor,
     path: torch.Tensor,
     num_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+    cu_rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    prefill_len: torch.Tensor,
     max_depth: int,
 ) -> None:
     """See :func:`vllm_crossspec.verify.walk.walk_tree`."""
@@ -110,7 +114,9 @@ def walk_tree(
                 if int(parents[slot, row - 1]) == current and 0 <= token == int(node_tokens[first + row])
             )
             current = next(children, None)
-        num_sampled[request] = length
+        counts = length > 0 and seq_lens[request] >= prefill_len[slot]
+        num_sampled[request] = length if counts else 0
+        num_rejected[request] = int(cu_rows[request + 1] - cu_rows[request]) - length if counts else 0
 
 
 def last_rows(

@@ -186,3 +186,43 @@ def prepare_rows(
         CONTEMPLATES=contemplates,
         num_warps=1,
     )
+
+
+# One variant for every number of rows: none may have to be compiled while requests wait.
+@triton.jit(do_not_specialize=["rows_ptr", "num_rows"])
+def _gather_rows_kernel(
+    rows_ptr,  # int64 [L]
+    input_ids_ptr,  # int32 [T]
+    positions_ptr,  # int64 [T]
+    token_ids_ptr,  # int32 [L], written
+    row_positions_ptr,  # int64 [L], written
+    num_rows,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < num_rows
+    row = tl.load(rows_ptr + i, mask=inside, other=0)
+    tl.store(token_ids_ptr + i, tl.load(input_ids_ptr + row, mask=inside), mask=inside)
+    tl.store(row_positions_ptr + i, tl.load(positions_ptr + row, mask=inside), mask=inside)
+
+
+def gather_rows(
+    rows: torch.Tensor, input_ids: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token and position of the rows that get logits; one launch.
+
+    Args:
+        rows: int64 [L].
+        input_ids: int32 [T].
+        positions: int64 [T].
+
+    Returns:
+        int32 [L] and int64 [L].
+    """
+    num_rows, block = rows.shape[0], 1024
+    token_ids = torch.empty(num_rows, dtype=input_ids.dtype, device=rows.device)
+    row_positions = torch.empty(num_rows, dtype=positions.dtype, device=rows.device)
+    _gather_rows_kernel[(triton.cdiv(num_rows, block),)](
+        rows, input_ids, positions, token_ids, row_positions, num_rows, BLOCK=block
+    )
+    return token_ids, row_positions

@@ -22,6 +22,10 @@ def _walk_tree_kernel(
     path_stride,
     path_width,
     num_sampled_ptr,  # int32 [R]
+    num_rejected_ptr,  # int32 [R]
+    cu_rows_ptr,  # int32 [R + 1]
+    seq_lens_ptr,  # int32 [R]
+    prefill_len_ptr,  # int32 [S]
     max_depth,
     NODES: tl.constexpr,
     STEPS: tl.constexpr,
@@ -55,7 +59,11 @@ def _walk_tree_kernel(
 
     tl.store(path_ptr + request.to(tl.int64) * path_stride + step, path, mask=step < path_width)
     tl.store(out_tokens_ptr + request.to(tl.int64) * out_tokens_stride + step, out, mask=step < out_tokens_width)
-    tl.store(num_sampled_ptr + request, length)
+    # What a step samples inside a prompt is dropped.
+    known = known & (tl.load(seq_lens_ptr + request) >= tl.load(prefill_len_ptr + tl.maximum(slot, 0)))
+    num_rows = tl.load(cu_rows_ptr + request + 1) - tl.load(cu_rows_ptr + request)
+    tl.store(num_sampled_ptr + request, tl.where(known, length, 0))
+    tl.store(num_rejected_ptr + request, tl.where(known, num_rows - length, 0))
 
 
 def walk_tree(
@@ -69,6 +77,10 @@ def walk_tree(
     out_tokens: torch.Tensor,
     path: torch.Tensor,
     num_sampled: torch.Tensor,
+    num_rejected: torch.Tensor,
+    cu_rows: torch.Tensor,
+    seq_lens: torch.Tensor,
+    prefill_len: torch.Tensor,
     max_depth: int,
 ) -> None:
     """Follow each request's samples through its tree from the root for as long as they are drafted; one launch.
@@ -85,7 +97,11 @@ def walk_tree(
         node_tokens: int [L] token of each logits row; a negative one matches nothing.
         out_tokens: int64 [R, at least max_depth + 1], written: the sampled tokens, then zeros.
         path: int32 [at least R, at least max_depth + 1], written: the rows walked, then zeros.
-        num_sampled: int32 [R], written: length of both.
+        num_sampled: int32 [R], written: length of both; 0 inside a prompt, where no sample counts.
+        num_rejected: int32 [R], written: the other rows of the step's last ones; 0 inside a prompt.
+        cu_rows: int32 [R + 1] as ``cu_num_logits``, of all rows that the scheduler planned for verification.
+        seq_lens: int32 [at least R] tokens of each request, all rows of this step included.
+        prefill_len: int32 [S] tokens of the prompt (and what a preempted request had generated).
         max_depth: depth of the deepest possible node.
     """
     width = max(out_tokens.shape[1], path.shape[1])
@@ -104,6 +120,10 @@ def walk_tree(
         path.stride(0),
         path.shape[1],
         num_sampled,
+        num_rejected,
+        cu_rows,
+        seq_lens,
+        prefill_len,
         max_depth,
         NODES=triton.next_power_of_2(parents.shape[1] + 1),
         STEPS=triton.next_power_of_2(width),

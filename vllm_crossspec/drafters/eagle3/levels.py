@@ -94,49 +94,37 @@ def prepare_level(
 
 @triton.jit
 def _prepare_growth_kernel(
-    target_seq_lens_ptr,  # int32 [R]
-    num_rejected_ptr,  # int32 [R]
-    seq_lens_ptr,  # int32 [S], written
+    positions_ptr,  # int64 [S]
+    seq_lens_ptr,  # int32 [S], rewritten
     query_start_loc_ptr,  # int32 [S + 1], written
-    num_reqs,
-    top_k,
     max_num_reqs,
+    top_k,
     BLOCK: tl.constexpr,
 ):
-    request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    real = request < num_reqs
-    length = tl.load(target_seq_lens_ptr + request, mask=real, other=0)
-    length -= tl.load(num_rejected_ptr + request, mask=real, other=0)
-    tl.store(seq_lens_ptr + request, length, mask=request < max_num_reqs)
+    request = tl.arange(0, BLOCK)
+    inside = request < max_num_reqs
+    real = tl.load(seq_lens_ptr + request, mask=inside, other=0) > 0
+    length = tl.load(positions_ptr + request, mask=real, other=-1) + 1
+    tl.store(seq_lens_ptr + request, length.to(tl.int32), mask=inside)
+    num_reqs = tl.sum(real.to(tl.int32), axis=0)
     tl.store(query_start_loc_ptr + request, tl.minimum(request, num_reqs) * top_k, mask=request < max_num_reqs + 1)
 
 
 def prepare_growth(
-    *,
-    target_seq_lens: torch.Tensor,
-    num_rejected: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start_loc: torch.Tensor,
-    top_k: int,
+    *, positions: torch.Tensor, seq_lens: torch.Tensor, query_start_loc: torch.Tensor, top_k: int
 ) -> None:
     """The batch of all levels: the accepted tokens of each request as its dense part, ``top_k`` query rows; one launch.
 
+    It reads what the first pass leaves, so that a CUDA graph can hold it.
+
     Args:
-        target_seq_lens: int32 [R], draft tokens of the step included.
-        num_rejected: int32 [R].
-        seq_lens: int32 [S], written; 0 for the padding of a CUDA graph.
+        positions: int64 [at least S] of each request's last accepted token.
+        seq_lens: int32 [S] of the first pass, rejected draft tokens included; rewritten without those. 0 marks the
+            padding of a CUDA graph, behind all requests, and stays.
         query_start_loc: int32 [S + 1], written.
         top_k: k.
     """
     max_num_reqs = seq_lens.shape[0]
-    block = 256
-    _prepare_growth_kernel[(triton.cdiv(max_num_reqs + 1, block),)](
-        target_seq_lens,
-        num_rejected,
-        seq_lens,
-        query_start_loc,
-        num_rejected.shape[0],
-        top_k,
-        max_num_reqs,
-        BLOCK=block,
+    _prepare_growth_kernel[(1,)](
+        positions, seq_lens, query_start_loc, max_num_reqs, top_k, BLOCK=triton.next_power_of_2(max_num_reqs + 1)
     )

@@ -83,7 +83,7 @@ class TreeFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         # Graphs read the plan of the prefix pass from here. Not vLLM's own buffer: the graph of a drafter's first
         # pass, which is captured and replayed with this builder's metadata, too, may hold a plan that lies there.
         self.prefix_schedule = torch.zeros_like(self.scheduler_metadata) if keeps_schedules else None
-        self.schedule_is_set = False
+        self.num_kept = 0
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: VllmConfig, kv_cache_spec: KVCacheSpec) -> AttentionCGSupport:
@@ -138,18 +138,19 @@ class TreeFlashMetadataBuilder(FlashAttentionMetadataBuilder):
 
         Such a plan would send FlashAttention to rows that this batch does not have; zeros are no work at all.
         """
-        if self.prefix_schedule is not None and self.schedule_is_set:
+        if self.prefix_schedule is not None and self.num_kept:
             self.prefix_schedule.zero_()
-            self.schedule_is_set = False
+            self.num_kept = 0
 
     def _keep(self, schedule: torch.Tensor | None) -> torch.Tensor | None:
         """The plan in the buffer that graphs read; what lies behind it must be zero, or it would be run, too."""
         if schedule is None or self.prefix_schedule is None:
             return schedule
-        self.schedule_is_set = True
         num_entries = schedule.shape[0]
         self.prefix_schedule[:num_entries] = schedule
-        self.prefix_schedule[num_entries:] = 0
+        if self.num_kept > num_entries:
+            self.prefix_schedule[num_entries : self.num_kept] = 0
+        self.num_kept = num_entries
         return self.prefix_schedule[:num_entries]
 
     def _rest(self, metadata: TreeFlashMetadata, plans: bool) -> FlashAttentionMetadata:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 
+from vllm_crossspec.drafters.requests import copy_requests
 from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.heads import DraftHead, NoiseKeys, make_head
 from vllm_crossspec.types import Candidates, StepInputs, TokenTree
@@ -182,6 +183,25 @@ class HeadSampling:
             )
         coupling = self.coupling(idx_mapping, sample_src_positions, temperature, seeds)  # type: ignore[attr-defined]
         return self.head.choose(hidden_states, coupling)  # type: ignore[attr-defined]
+
+    def _copy_request_inputs(
+        self,
+        num_reqs: int,
+        idx_mapping: torch.Tensor,
+        temperature: torch.Tensor,
+        seeds: torch.Tensor,
+        dummy_run: bool = False,
+    ) -> None:
+        """vLLM's four launches as one; a made-up batch names no slots, for theirs may be others' by now."""
+        copy_requests(
+            from_mapping=idx_mapping,
+            from_temperature=temperature,
+            from_seeds=seeds,
+            idx_mapping=self.idx_mapping,  # type: ignore[attr-defined]
+            temperature=self.temperature,  # type: ignore[attr-defined]
+            seeds=self.seeds,  # type: ignore[attr-defined]
+            num_reqs=0 if dummy_run else num_reqs,
+        )
 
 
 def empty_tree(num_reqs: int, num_nodes: int, device: torch.device) -> TokenTree:

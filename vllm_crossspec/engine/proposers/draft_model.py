@@ -141,7 +141,8 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
         self._prepare_eplb_forward(num_reqs * NUM_ROWS)
         if how.in_graph:
             assert manager is not None
-            self._map_block_tables()
+            if self.supports_decode_metadata_update:
+                run.map_block_tables(self)
             manager.run_fullgraph(desc)
             return
         if has_cache:
@@ -176,14 +177,6 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
         )
         if attn_metadata is not None and self.supports_decode_metadata_update:
             self._update_draft_decode_metadata(attn_metadata, num_reqs)
-
-    def _map_block_tables(self) -> None:
-        """Block tables in the size of the kernels' blocks, where that is another: graphs read them there."""
-        if not self.supports_decode_metadata_update:
-            return
-        for groups in self.attn_groups:
-            for group in groups:
-                group.map_to_kernel_block_table(self.block_tables.input_block_tables[group.kv_cache_group_id])
 
     def _prefill(
         self,

@@ -1,5 +1,7 @@
 """EAGLE-3 as a proposer, on vLLM's autoregressive speculator."""
 
+from typing import Any
+
 import torch
 from torch import nn
 from vllm.config import CUDAGraphMode, VllmConfig
@@ -40,7 +42,7 @@ class Eagle3Proposer(HeadSampling, EagleSpeculator, Proposer):
         """As vLLM's, but the first pass is as wide as the engine's verification, whatever this drafter's own length."""
         super().init_cudagraph_manager(cudagraph_mode)
         if self.drafts.from_one_row:
-            self.prefill_cudagraph_manager = RowGraphManager(self, cudagraph_mode, rows_per_req=1)
+            self.prefill_cudagraph_manager = RowGraphManager(self, cudagraph_mode, 1, self._plan_first_pass)
         elif self.drafts.num_rows != self.num_speculative_steps + 1:
             self.prefill_cudagraph_manager = SpeculatorCudaGraphManager(
                 self.engine_config, self.device, cudagraph_mode, self.drafts.num_rows
@@ -58,21 +60,13 @@ class Eagle3Proposer(HeadSampling, EagleSpeculator, Proposer):
         self.propose(**native_arguments(step))
 
     def start_rows(self, step: StepInputs) -> StepInputs:
-        """The first pass's attention metadata and cache slots: one query row a request."""
+        """The first pass's attention metadata and cache slots: one query row a request.
+
+        Graphs hold the attention's work plan, and the slots go where they read them.
+        """
         if step.options.get("skip_attn_for_dummy_run"):
             return step
         batch, num_reqs = step.batch, step.batch.num_reqs
-        prepare_prefill_inputs(
-            self.last_token_indices,
-            self.current_draft_step,
-            self.input_buffers,
-            batch,
-            step.num_sampled,
-            step.num_rejected,
-            step.last_sampled,
-            step.next_prefill_tokens,
-            self.max_num_reqs,
-        )
         desc = run.dispatch(self, self.prefill_cudagraph_manager, num_reqs, 1, step.options).desc
         tables = self.block_tables
         # The rows of a dummy run name request slots whose blocks may be others' by now: it writes nothing.
@@ -84,8 +78,27 @@ class Eagle3Proposer(HeadSampling, EagleSpeculator, Proposer):
             )
         )
         self.draft_max_seq_len = self.max_model_len
+        if desc.cg_mode == CUDAGraphMode.FULL:
+            run.map_block_tables(self)
+            return step
+        prepare_prefill_inputs(
+            self.last_token_indices,
+            self.current_draft_step,
+            self.input_buffers,
+            batch,
+            step.num_sampled,
+            step.num_rejected,
+            step.last_sampled,
+            step.next_prefill_tokens,
+            self.max_num_reqs,
+        )
         metadata = run.uniform_metadata(self, desc, num_reqs, 1, batch.seq_lens_cpu_upper_bound, 0)
         return step._replace(attn_metadata=metadata, slot_mappings=run.slots_by_layer(self, slots))
+
+    def _plan_first_pass(self, num_reqs: int, attn_metadata: dict[str, Any] | None) -> None:
+        """The attention's work plan of :meth:`start_rows`' pass, captured ahead of it; the arguments are vLLM's."""
+        if attn_metadata is not None:
+            self._update_draft_decode_metadata(attn_metadata, num_reqs)
 
     @torch.inference_mode()
     def write_context(

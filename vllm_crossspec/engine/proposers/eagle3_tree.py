@@ -115,7 +115,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
         if self.sizer is not None and not self.drafts.from_one_row:
             self._widen_first_pass(self.sizer.policy)
         manager = functools.partial(RowGraphManager, self, cudagraph_mode, self.level_rows, causal=False)
-        self.level_cudagraph_manager = manager()
+        self.level_cudagraph_manager = manager(prepare=self._plan_growth)
         extensions = self.sizer.policy.extensions if self.sizer is not None and self.grows_on else ()
         self.extension_managers = {extension: manager() for extension in sorted(set(extensions))}
 
@@ -177,20 +177,16 @@ class Eagle3TreeProposer(Eagle3Proposer):
     def _grow_batch(self, step: StepInputs, num_reqs: int) -> Sizing | None:
         """Grow the batch's trees, by captured graphs where there are some for its size; what sized them."""
         rows, options = self.level_rows, step.options
-        prepare_growth(
-            target_seq_lens=step.batch.seq_lens,
-            num_rejected=step.num_rejected,
-            seq_lens=self.input_buffers.seq_lens,
-            query_start_loc=self.input_buffers.query_start_loc,
-            top_k=rows,
-        )
         how = run.dispatch(self, self.level_cudagraph_manager, num_reqs, rows, options)
         metadata = None
-        if not options.get("skip_attn_for_dummy_run", False):
-            metadata = self._level_metadata(how.desc, num_reqs, step.batch.seq_lens_cpu_upper_bound)
+        if not how.in_graph:
+            self._prepare_growth()
+            if not options.get("skip_attn_for_dummy_run", False):
+                metadata = self._level_metadata(how.desc, num_reqs, step.batch.seq_lens_cpu_upper_bound)
         arguments = (num_reqs, metadata, how.tokens_across_dp)
         if how.in_graph:
             assert self.level_cudagraph_manager is not None
+            run.map_block_tables(self)
             self.level_cudagraph_manager.run_fullgraph(how.desc)
         else:
             self._grow(*arguments)
@@ -204,6 +200,22 @@ class Eagle3TreeProposer(Eagle3Proposer):
             else:
                 self._extend(extension, *arguments)
         return sizing
+
+    def _prepare_growth(self) -> None:
+        """Lengths and query rows of the levels, from what the first pass left in the speculator's own buffers."""
+        buffers = self.input_buffers
+        prepare_growth(
+            positions=buffers.positions,
+            seq_lens=buffers.seq_lens,
+            query_start_loc=buffers.query_start_loc,
+            top_k=self.level_rows,
+        )
+
+    def _plan_growth(self, num_reqs: int, attn_metadata: dict[str, Any] | None) -> None:
+        """The same and the attention's work plan, captured ahead of the first of a round's graphs of levels."""
+        self._prepare_growth()
+        if attn_metadata is not None:
+            self._update_draft_decode_metadata(attn_metadata, num_reqs)
 
     def _bins(self, num_reqs: int, options: dict[str, Any]) -> npt.NDArray[np.int64]:
         """The batch's bins, int64 [R]; dummy batches are in the surest one, whose trees cost most."""

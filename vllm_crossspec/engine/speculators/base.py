@@ -56,11 +56,11 @@ class Speculator(StandInSpeculator):
         self.active = self.proposers[settings.active]
         self.lead(self.active, list(self.proposers.values()))
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-        self.kept = KeptDrafts(settings, max_num_reqs, device)
         self.features: Mapping[str, Any] = {}
         self.counters = AcceptanceCounters(
             tuple(self.proposers), max_num_reqs, self.num_speculative_steps, device, settings.rows_per_node
         )
+        self.kept = KeptDrafts(settings, max_num_reqs, device, self.counters)
         self._pcp_manager: Any = None
         self._serving = False
 
@@ -198,7 +198,7 @@ class Speculator(StandInSpeculator):
 
     def keep(self, name: str, batch: Any, drafted: Candidates) -> torch.Tensor:
         """Keep what the drafter ``name`` drafted for a batch; int64 [R, N] its draft tokens."""
-        tokens = self.kept.keep(drafted, batch)
+        tokens = self.kept.keep(drafted, batch, tuple(self.proposers).index(name))
         for feature in self.features.values():
             feature.drafted(name, batch, drafted)
         return tokens

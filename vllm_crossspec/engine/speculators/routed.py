@@ -15,15 +15,17 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_crossspec.arrays import Array, ranges
 from vllm_crossspec.catchup.backlog import NO_SLOT, Backlog, StepRows, Tokens
-from vllm_crossspec.catchup.kernels import accepted_lengths, locate
+from vllm_crossspec.catchup.kernels import accepted_lengths, join_rows, locate
+from vllm_crossspec.catchup.naive import join_rows_naive
 from vllm_crossspec.engine.graphs.context import ContextGraphs
 from vllm_crossspec.engine.proposers.base import empty_tree
 from vllm_crossspec.engine.speculators.base import Speculator
-from vllm_crossspec.engine.speculators.one_row import OneRowBatches, packed_rows
+from vllm_crossspec.engine.speculators.one_row import OneRowBatches
 from vllm_crossspec.engine.speculators.routers import make_router
 from vllm_crossspec.host_copy import HostCopy
 from vllm_crossspec.metrics.routing import RoutingCounters
 from vllm_crossspec.metrics.stages import StageClock
+from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.types import NO_DRAFTS, StepInputs
 
 logger = init_logger("vllm.crossspec")
@@ -35,9 +37,17 @@ MAX_TOKENS_AT_ONCE = 4096
 """Tokens of one catch-up; more are taken in by parts, for what all requests may have missed together is a lot."""
 
 
-def joined(states: list[torch.Tensor], taps: list[int]) -> torch.Tensor:
-    """[n, taps * H] of the states [n, H] that a drafter taps; width 0 where it taps none."""
-    return torch.cat([states[i] for i in taps], dim=-1) if taps else states[0][:, :0]
+def joined(states: list[torch.Tensor], taps: list[int], rows: torch.Tensor | None = None) -> torch.Tensor:
+    """[n, taps * H] of the states [T, H] that a drafter taps; width 0 where it taps none.
+
+    ``rows`` are int64 [n]; None for all, in their order.
+    """
+    own = [states[i] for i in taps]
+    if not own:
+        return states[0][: None if rows is None else len(rows), :0]
+    if rows is None:
+        return torch.cat(own, dim=-1)
+    return join_rows(own, rows) if runs_kernels() else join_rows_naive(own, rows)
 
 
 class RoutedSpeculator(Speculator):
@@ -168,7 +178,6 @@ class RoutedSpeculator(Speculator):
         self.copied.start()
         self.clock.mark()
         self._store(step, slots)
-        self.drafts.tokens[:num_reqs].zero_()
         self.clock.mark()
         routes, computed = self.copied.wait(num_reqs)  # the sync named "route copy"
         before, self.computed[slots] = self.computed[slots], computed
@@ -179,6 +188,8 @@ class RoutedSpeculator(Speculator):
         self._count(slots, routes, before)
         self._catch_up_round(slots, routes)
         self.clock.mark()
+        if (routes == NO_DRAFTER).any():  # whose draft tokens must be valid all the same
+            self.drafts.tokens[:num_reqs].zero_()
         for number, name in enumerate(self.order):
             rows = np.flatnonzero(routes == number)
             if len(rows):
@@ -192,13 +203,10 @@ class RoutedSpeculator(Speculator):
         packed, rows = self._step_rows(batch, slots)
         everything = len(packed) == batch.num_tokens
         index = None if everything else async_tensor_h2d(packed, device=self.device)
-        states = [
-            s[: batch.num_tokens] if index is None else s.index_select(0, index)
-            for s in step.tapped_hidden_states or [step.last_hidden_states]
-        ]
+        states = [s[: batch.num_tokens] for s in step.tapped_hidden_states or [step.last_hidden_states]]
         for name, proposer in self.proposers.items():
             backlog = self.backlogs[name]
-            features = proposer.fuse(joined(states, self.tap_indices[name]))
+            features = proposer.fuse(joined(states, self.tap_indices[name], index))
             crowded = backlog.crowded(rows)
             if crowded.any():
                 self._catch_up(name, rows.slots[crowded], rows.starts[crowded])
@@ -317,14 +325,13 @@ class RoutedSpeculator(Speculator):
         """One drafter drafts for the requests of ``rows``, from the last accepted token of each."""
         proposer, backlog, own = self.proposers[name], self.backlogs[name], slots[rows]
         ends = self.computed[own]
-        packed = packed_rows(rows, own, ends - 1, backlog.rows_at(own, ends - 1), device=self.device)
+        packed = self.one_row.packed(rows, own, ends, backlog.rows_at(own, ends - 1))
         backlog.cached[own] = ends
         batch = self.one_row.batch(step.batch, rows, ends, packed)
         self.block_tables.gather_block_tables(batch.idx_mapping, num_reqs_padded=len(rows))
-        inputs = self.one_row.step(step, batch, backlog.features.index_select(0, packed[3]))
+        inputs = self.one_row.step(step, batch, backlog.features.index_select(0, packed.kept))
         tokens = self.keep(name, batch, proposer.propose_step(proposer.start_rows(inputs)))
-        self.drafts.tokens.index_copy_(0, packed[0], tokens)
-        self.counters.mark_drafted(batch.idx_mapping, tuple(self.proposers).index(name))
+        self.drafts.tokens.index_copy_(0, packed.rows, tokens)
 
     def _dummy_round(self, step: StepInputs) -> torch.Tensor:
         """Every drafter drafts for made-up requests: memory profiles, graphs and kernels depend on it."""
@@ -332,7 +339,7 @@ class RoutedSpeculator(Speculator):
         skip_attn, is_profile = step.options["skip_attn_for_dummy_run"], step.options["is_profile"]
         rows = np.arange(num_reqs, dtype=np.int64)
         ends = np.ones(num_reqs, dtype=np.int64)
-        packed = packed_rows(rows, rows, ends - 1, device=self.device)
+        packed = self.one_row.packed(rows, rows, ends, rows)
         batch = self.one_row.batch(step.batch, rows, ends, packed)
         if not skip_attn:
             self.block_tables.get_dummy_block_tables(num_reqs)
@@ -347,7 +354,7 @@ class RoutedSpeculator(Speculator):
             )
             drafted = proposer.propose_step(proposer.start_rows(inputs))
             if drafted.tree is not None:
-                self.kept.keep(drafted, batch, dummy_run=True)
+                self.kept.keep(drafted, batch, drafter=None)
         return self.drafts.tokens[:num_reqs]
 
     @contextlib.contextmanager

@@ -26,7 +26,6 @@ class SingleSpeculator(Speculator):
         if drafted is None:
             return self.kept.nothing(step.batch.num_reqs, step.num_scheduled)
         if step.is_dummy:
-            return self.kept.plan(self.kept.keep(drafted, step.batch, dummy_run=True))
+            return self.kept.plan(self.kept.keep(drafted, step.batch, drafter=None))
         self.serve(step.batch)
-        self.counters.mark_drafted(step.batch.idx_mapping, tuple(self.proposers).index(self.active.name))
         return self.kept.plan(self.keep(self.active.name, step.batch, drafted))

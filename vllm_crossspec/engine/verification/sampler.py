@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from vllm.config.model import PROCESSED_LOGPROBS_MODES
 from vllm.v1.outputs import LogprobsTensors
-from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -20,6 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import _iter_request_chunk
 
 from vllm_crossspec.engine.draft_state import DraftState
 from vllm_crossspec.engine.verification.penalties import TreePenalties
+from vllm_crossspec.verify.rows import gather_rows
 from vllm_crossspec.verify.walk import walk_tree
 
 
@@ -62,12 +63,15 @@ class MatchVerifier:
         state, batch, sampler = self.state, input_batch, self.sampler
         num_reqs = batch.num_reqs
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
-        token_ids = batch.input_ids[batch.logits_indices]
+        token_ids, positions = gather_rows(batch.logits_indices, batch.input_ids, batch.positions)
         wants_logprobs = sampler.get_logprobs_dims(batch.idx_mapping_np, include_token_ids=False)
-        sampled, processed = self._sample(logits, batch, token_ids, wants_logprobs is not None)
+        sampled, processed = self._sample(logits, batch, token_ids, positions, wants_logprobs is not None)
         if invalid_drafts is not None:
             token_ids = token_ids.masked_fill(invalid_drafts, -1)
-        out_tokens, num_sampled = state.out_tokens[:num_reqs], state.num_sampled[:num_reqs]
+        planned, num_sampled = self.planned_rows(), state.num_sampled[:num_reqs]
+        # Anew in every step: the last one's may still be on their way to the host.
+        out_tokens = sampled.new_empty((num_reqs, state.max_depth + 1), dtype=torch.int64)
+        num_rejected = torch.empty_like(num_sampled)
         walk_tree(
             idx_mapping=batch.idx_mapping,
             cu_num_logits=batch.cu_num_logits,
@@ -78,19 +82,18 @@ class MatchVerifier:
             out_tokens=out_tokens,
             path=state.path,
             num_sampled=num_sampled,
+            num_rejected=num_rejected,
+            cu_rows=batch.cu_num_logits if planned is None else planned,
+            seq_lens=batch.seq_lens,
+            prefill_len=sampler.req_states.prefill_len.gpu,
             max_depth=state.max_depth,
         )
         logprobs = None
         if wants_logprobs is not None:
-            logprobs = self._logprobs(processed if processed is not None else logits, batch, wants_logprobs[0])
-        planned = self.planned_rows()
-        rows = batch.cu_num_logits if planned is None else planned
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
-            num_sampled, batch.seq_lens, rows, batch.idx_mapping, sampler.req_states.prefill_len.gpu
-        )
+            scores = processed if processed is not None else logits
+            logprobs = self._logprobs(scores, batch, out_tokens, wants_logprobs[0])
         return SamplerOutput(
-            # The buffer is written again in the next step, while this one may still be on its way to the host.
-            sampled_token_ids=out_tokens.clone(),
+            sampled_token_ids=out_tokens,
             logprobs_tensors=logprobs,
             num_nans=num_nans,
             num_sampled=num_sampled,
@@ -98,14 +101,18 @@ class MatchVerifier:
         )
 
     def _sample(
-        self, logits: torch.Tensor, batch: InputBatch, token_ids: torch.Tensor, return_logprobs: bool
+        self,
+        logits: torch.Tensor,
+        batch: InputBatch,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        return_logprobs: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """vLLM's sampler at every row, by as many whole requests at once as vLLM itself would hold in float32.
 
         Returns:
             int64 [L] samples; the processed logits where log-probabilities are asked for of those, else None.
         """
-        positions = batch.positions[batch.logits_indices]
         starts = batch.cu_num_logits_np
         chunks = list(_iter_request_chunks(starts, get_max_chunk_logits(logits.shape[1])))
         keep = return_logprobs and self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
@@ -140,14 +147,16 @@ class MatchVerifier:
         repeats = batch.cu_num_logits[1:] - batch.cu_num_logits[:-1]
         return torch.repeat_interleave(self.state.num_live[: batch.num_reqs], repeats, output_size=num_rows)
 
-    def _logprobs(self, scores: torch.Tensor, batch: InputBatch, num_logprobs: int) -> LogprobsTensors:
+    def _logprobs(
+        self, scores: torch.Tensor, batch: InputBatch, out_tokens: torch.Tensor, num_logprobs: int
+    ) -> LogprobsTensors:
         """Log-probabilities along each accepted path: the path's rows, then vLLM's own function."""
         num_reqs, width = batch.num_reqs, self.state.max_depth + 1
         rows = (batch.cu_num_logits[:-1, None] + self.state.path[:num_reqs]).flatten()
         return compute_topk_scores(
             scores[rows],
             num_logprobs,
-            self.state.out_tokens[:num_reqs].flatten(),
+            out_tokens.flatten(),
             list(range(0, num_reqs * width + 1, width)),
             logits_mode=self.sampler.logprobs_mode in ("raw_logits", "processed_logits"),
         )

@@ -96,6 +96,16 @@ def uniform_metadata(
     return metadata
 
 
+def map_block_tables(speculator: DraftModelSpeculator) -> None:
+    """The batch's block tables in the blocks of the attention's kernels, for a graph that is replayed without metadata.
+
+    Nothing is launched where these are the cache's own blocks.
+    """
+    for groups in speculator.attn_groups:
+        for group in groups:
+            group.map_to_kernel_block_table(speculator.block_tables.input_block_tables[group.kv_cache_group_id])
+
+
 def slots_by_layer(speculator: DraftModelSpeculator, slots: torch.Tensor) -> dict[str, torch.Tensor]:
     """The cache slots [groups, rows] of a pass under the names of the layers that write there."""
     by_layer: dict[str, torch.Tensor] = build_slot_mappings_by_layer(slots, speculator.kv_cache_config)

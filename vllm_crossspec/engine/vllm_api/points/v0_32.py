@@ -271,8 +271,6 @@ vllm.v1.worker.gpu.input_batch
       num_tokens_after_padding positions prefill_len_np query_start_loc query_start_loc_np req_ids seq_lens
       seq_lens_cpu_upper_bound} - read: the rows of a step
   InputBuffers.{input_ids positions query_start_loc seq_lens} - read and written: the rows of a drafter's pass
-  get_num_sampled_and_rejected(num_sampled seq_lens cu_num_logits idx_mapping prefill_len) - called after a
-      verification, as vLLM's rejection sampler does
 vllm.v1.worker.gpu.metrics.logits
   get_num_nans(logits) - called after a verification, as vLLM's rejection sampler does
 vllm.v1.worker.gpu.model_runner
@@ -401,9 +399,11 @@ vllm.v1.worker.gpu.spec_decode.speculator
       step causal dcp_local_seq_lens) - called by the proposers whose passes are their own
   DraftModelSpeculator._build_uniform_batch_dp_sync(self target_dp_sync_state num_reqs num_query_per_req) - called: rows
       of a drafter's own passes, on every rank
+  DraftModelSpeculator._copy_request_inputs(self num_reqs idx_mapping temperature seeds dummy_run) - overridden: one
+      launch
   DraftModelSpeculator._prepare_eplb_forward(self num_unpadded_tokens) - called before a drafter's own passes
-  DraftModelSpeculator._update_draft_decode_metadata(self attn_metadata num_reqs) - called in the CUDA graph of a draft
-      model's first pass
+  DraftModelSpeculator._update_draft_decode_metadata(self attn_metadata num_reqs) - called in the CUDA graphs of a draft
+      model's first pass and of the growth of trees
   DraftModelSpeculator.attn_vllm_config - overridden: a draft model's own heads and sizes
   DraftModelSpeculator.load_draft_model(self target_model target_attn_layer_names) - overridden: a draft model of its
       own
@@ -462,8 +462,8 @@ vllm.v1.worker.gpu.structured_outputs
 vllm.v1.worker.gpu_worker
   Worker._make_model_runner(self) - overridden: our runner
 vllm.v1.worker.utils
-  AttentionGroup.map_to_kernel_block_table(self block_table ubatch_idx) - called: block tables as a draft model's graphs
-      read them
+  AttentionGroup.map_to_kernel_block_table(self block_table ubatch_idx) - called: block tables as graphs of drafters'
+      own passes read them
   AttentionGroup.{kv_cache_group_id layer_names} - read: the layers of a cache group
 vllm.v1.worker.worker_base
   WorkerBase - gains the methods crossspec_stats, crossspec_step_costs and their like, which collective_rpc calls by
