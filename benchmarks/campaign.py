@@ -94,12 +94,7 @@ def steps(out: Path, options: argparse.Namespace) -> list[Step]:
         found.append(Step("check", shlex.split(options.check), minutes=1))
         first = ("check",)
     found.append(Step("kernels", [python, "-m", "pytest", "-q", "-m", "gpu", str(HERE.parent / "tests")], first, 6))
-    identity = {}
-    for number, group in enumerate(IDENTITY_GROUPS, start=1):
-        name = f"identity-{number}"
-        demo = ["demo", "--methods", ",".join(group), "--limit", "2", "--max-tokens", "48", "--json", "{json}"]
-        found.append(Step(name, [*crossspec, *demo], first, 5, _identical))
-        identity |= dict.fromkeys(group, name)
+    prompts = _write_prompts(out / "prompts.jsonl")
     for shape in (options.large, options.small):
         models = out / "models" / shape
         build = [
@@ -114,21 +109,19 @@ def steps(out: Path, options: argparse.Namespace) -> list[Step]:
             options.device,
         ]
         inflate = Step(f"inflate-{shape}", [*crossspec, *build, "--overwrite", "--no-check"], first, 4)
-        found.append(inflate)
-        for name in (*NATIVE, *TIMED):
-            spec = _write_spec(out / "specs" / shape / f"{name}.json", (NATIVE | METHODS)[name], models)
-            needs = (inflate.name, f"{identity[name]}/{name}") if name in identity else (inflate.name,)
-            bench = ["bench", "--model", str(models / "target"), "--spec", str(spec), "--dtype", options.dtype]
-            sweep = [
-                "--batch-sizes",
-                options.batch_sizes,
-                "--repeats",
-                "2",
-                "--limit",
-                str(options.limit),
-                "--ignore-eos",
-            ]
-            found.append(Step(f"bench-{shape}-{name}", [*crossspec, *bench, *sweep, "--json", "{json}"], needs, 3))
+        for number, group in enumerate((NATIVE, *IDENTITY_GROUPS)):
+            if number and shape == options.large:
+                demo = ["demo", "--methods", ",".join(group), "--limit", "1", "--max-tokens", "48", "--json", "{json}"]
+                found.append(Step(f"identity-{number}", [*crossspec, *demo], first, 2.5, _identical))
+            if not number:
+                found.append(inflate)
+            for name in group:
+                spec = _write_spec(out / "specs" / shape / f"{name}.json", (NATIVE | METHODS)[name], models)
+                needs = (inflate.name, f"identity-{number}/{name}") if number else (inflate.name,)
+                bench = ["bench", "--model", str(models / "target"), "--spec", str(spec), "--dtype", options.dtype]
+                sweep = ["--batch-sizes", options.batch_sizes, "--repeats", "2", "--ignore-eos", "--max-tokens", "96"]
+                sweep += ["--prompts", str(prompts), "--gpu-memory-utilization", "0.45", "--json", "{json}"]
+                found.append(Step(f"bench-{shape}-{name}", [*crossspec, *bench, *sweep], needs, 2.5))
         rounds = benchmark("round_time", "--shape", shape, "--methods", ROUND_METHODS, "--batch-sizes", "1,8,32")
         if shape in options.dummy_shapes:
             found.append(Step(f"rounds-{shape}", rounds, ("kernels",), 8))
@@ -159,6 +152,14 @@ def _identical(document: dict[str, Any]) -> dict[str, str | None]:
         differs = row.get("identical_to_plain") is False
         found[row["method"]] = "a text is not plain generation's" if differs else found.get(row["method"])
     return found
+
+
+def _write_prompts(file: Path) -> Path:
+    """The demo's prompts, three times over in one category: more than the most requests at a time."""
+    rows = [json.loads(line) for line in (HERE.parent / "vllm_crossspec/pocket/prompts.jsonl").read_text().splitlines()]
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps({**row, "category": "mixed"}) + "\n" for row in 3 * rows))
+    return file
 
 
 def _write_spec(file: Path, config: Any, models: Path) -> Path:
@@ -296,7 +297,7 @@ def _bench_rows(out: Path, shape: str) -> Iterator[tuple[str, dict[str, Any]]]:
         file = out / f"bench-{shape}-{name}.json"
         if file.is_file():
             for row in json.loads(file.read_text())["rows"]:
-                if row.get("category") in (None, "all") and row["method"] == name:
+                if row["category"] == "all" and row["method"] == name:
                     yield name, row
 
 
@@ -311,7 +312,6 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the inflated models")
     add("--device", default="cuda", help="where they are made")
     add("--batch-sizes", default="1,8,32,64", help="requests at a time, comma-separated")
-    add("--limit", type=int, default=6, help="prompts of each category")
     add("--check", help="a command to run before all others, such as a check of vLLM's own kernels")
     add("--only", default="", help="only steps whose names begin so, comma-separated")
     add("--list", action="store_true", help="print the steps and how they went, and run none")

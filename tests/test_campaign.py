@@ -106,6 +106,7 @@ def test_the_page_has_a_row_for_each_method_and_step(tmp_path):
     rows = [
         {
             "method": "eagle3",
+            "category": "all",
             "batch_size": n,
             "tokens_per_second": 100.0 * n,
             "speedup": 2.5,
