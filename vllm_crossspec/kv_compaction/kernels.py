@@ -89,8 +89,8 @@ def _compact_kv_kernel(
     num_sampled_ptr,  # int32 [R]
     path_ptr,  # int32 [R, depth + 1]
     path_stride,
-    slots_ptr,  # int64 [groups, T]
-    slots_stride,
+    kv_slots_ptr,  # int64 [groups, T]
+    kv_slots_stride,
     pointers_ptr,  # uint64 [layers]
     group_ptr,  # int32 [layers]
     block_stride_ptr,  # int64 [layers]
@@ -107,7 +107,7 @@ def _compact_kv_kernel(
     length = tl.load(num_sampled_ptr + request)
     if length > 1:
         first, _, _ = request_rows(query_start_loc_ptr, cu_rows_ptr, request)
-        slots = slots_ptr + tl.load(group_ptr + layer).to(tl.int64) * slots_stride + first
+        kv_slots = kv_slots_ptr + tl.load(group_ptr + layer).to(tl.int64) * kv_slots_stride + first
         cache = tl.cast(tl.load(pointers_ptr + layer), tl.pointer_type(tl.int32))
         cache = tl.multiple_of(cache, 4 * ALIGNMENT)
         block_stride = tl.load(block_stride_ptr + layer)
@@ -118,8 +118,8 @@ def _compact_kv_kernel(
             k = start + tl.arange(0, ROWS)
             source = tl.load(path_ptr + request * path_stride + k, mask=k < length, other=0)
             moves = (k < length) & (source != k)
-            read = tl.load(slots + source, mask=moves, other=-1)
-            write = tl.load(slots + k, mask=moves, other=-1)
+            read = tl.load(kv_slots + source, mask=moves, other=-1)
+            write = tl.load(kv_slots + k, mask=moves, other=-1)
             moves = (read >= 0) & (write >= 0)
             read = tl.where(moves, read, 0)
             write = tl.where(moves, write, 0)

@@ -26,16 +26,16 @@ def _write_cache_kernel(
     block_stride,
     head_stride,
     token_stride,
-    slots_ptr,  # int64 [T]
+    kv_slots_ptr,  # int64 [T]
     num_heads,
     block_size,
     head_size,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + row)
-    if slot >= 0:
-        target = cache_ptr + (slot // block_size) * block_stride + (slot % block_size) * token_stride
+    kv_slot = tl.load(kv_slots_ptr + row)
+    if kv_slot >= 0:
+        target = cache_ptr + (kv_slot // block_size) * block_stride + (kv_slot % block_size) * token_stride
         for head in range(num_heads):
             for start in range(0, head_size, BLOCK):  # a part of the head, so that nothing is masked
                 column = start + tl.arange(0, BLOCK)
@@ -51,18 +51,18 @@ def _part_of(head_size: int) -> int:
     return head_size & -head_size
 
 
-def write_cache(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write keys and values of the rows whose slot is not padding; one launch.
+def write_cache(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, kv_slots: torch.Tensor) -> None:
+    """Write keys and values of the rows whose KV slot is not padding; one launch.
 
     Args:
         key: [at least T, Hkv, Dh]; the last dimension contiguous.
         value: of the same shape.
         cache: [blocks, Hkv, block_size, 2 * Dh], written; the last dimension contiguous.
-        slots: int64 [T], -1 for padding.
+        kv_slots: int64 [T], -1 for padding.
     """
     num_heads, head_size = key.shape[1:]
-    assert key.stride(2) == value.stride(2) == cache.stride(3) == slots.stride(0) == 1
-    _write_cache_kernel[(slots.shape[0],)](
+    assert key.stride(2) == value.stride(2) == cache.stride(3) == kv_slots.stride(0) == 1
+    _write_cache_kernel[(kv_slots.shape[0],)](
         key,
         key.stride(0),
         key.stride(1),
@@ -71,7 +71,7 @@ def write_cache(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slo
         value.stride(1),
         cache,
         *cache.stride()[:3],
-        slots,
+        kv_slots,
         num_heads,
         cache.shape[2],
         head_size,
@@ -79,17 +79,17 @@ def write_cache(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slo
     )
 
 
-def write_cache_naive(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
+def write_cache_naive(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, kv_slots: torch.Tensor) -> None:
     """:func:`write_cache` in plain PyTorch: the truth for its test, and what runs where kernels are interpreted."""
-    num_rows = slots.shape[0]
-    key, value, real = key[:num_rows], value[:num_rows], slots >= 0
+    num_rows = kv_slots.shape[0]
+    key, value, real = key[:num_rows], value[:num_rows], kv_slots >= 0
     if not bool(real.all()):
         if not bool(real.any()):
             return
-        slots, key, value = slots[real], key[real], value[real]
+        kv_slots, key, value = kv_slots[real], key[real], value[real]
     content = torch.cat([key, value], dim=-1).to(cache.dtype)
     block_size = cache.shape[2]
-    cache.transpose(1, 2)[slots // block_size, slots % block_size] = content
+    cache.transpose(1, 2)[kv_slots // block_size, kv_slots % block_size] = content
 
 
 @triton.jit(do_not_specialize=["num_heads", "capacity", "length", "num_words", "queries_per_req", "head_size"])

@@ -91,8 +91,8 @@ class DartProposer(DFlashProposer):
             assert self.query_cudagraph_manager is not None
             self.query_cudagraph_manager.run_fullgraph(how.desc)
             return
-        slots = run.slots_by_layer(self, self.block_tables.slot_mappings[:, : num_reqs * queries])
-        self._generate_draft(num_reqs, num_reqs * queries, metadata, slots, how.tokens_across_dp, how.desc.cg_mode)
+        kv_slots = run.slots_by_layer(self, self.block_tables.slot_mappings[:, : num_reqs * queries])
+        self._generate_draft(num_reqs, num_reqs * queries, metadata, kv_slots, how.tokens_across_dp, how.desc.cg_mode)
 
     def _rows_kept(self, step: StepInputs) -> int:
         """Rows of each request that may hold accepted tokens, where all verify equally many drafts; 0: all rows.

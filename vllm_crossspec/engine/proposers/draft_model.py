@@ -101,7 +101,7 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
         """
         batch = step.batch
         num_reqs, num_tokens = batch.num_reqs, batch.num_tokens
-        metadata = slots = None
+        metadata = kv_slots = None
         if has_cache:
             tables = self.block_tables
             metadata = build_attn_metadata(
@@ -120,12 +120,12 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
                 positions=batch.positions[:num_tokens],
                 is_prefilling=torch.from_numpy(batch.is_prefilling_np),
             )
-            slots = run.slots_by_layer(self, tables.slot_mappings[:, :num_tokens])
+            kv_slots = run.slots_by_layer(self, tables.slot_mappings[:, :num_tokens])
         sync = step.options.get("dp_sync_state")
         # Ranks need not agree: only those run this pass that have prompts, and its layers do not speak to each other.
         across_dp = torch.full_like(sync.num_tokens_across_dp, num_tokens) if sync is not None else None
         self._prepare_eplb_forward(num_tokens)
-        self._forward(batch.input_ids[:num_tokens], batch.positions[:num_tokens], metadata, slots, across_dp)
+        self._forward(batch.input_ids[:num_tokens], batch.positions[:num_tokens], metadata, kv_slots, across_dp)
 
     def _first_pass(self, step: StepInputs, num_reqs: int, has_cache: bool) -> None:
         """Two rows a request, by a captured graph where there is one; draft 1."""
@@ -133,11 +133,11 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
         manager = self.prefill_cudagraph_manager
         how = run.dispatch(self, manager, num_reqs, NUM_ROWS, step.options)
         desc = how.desc
-        metadata = slots = None
+        metadata = kv_slots = None
         if has_cache and not (how.in_graph and self.supports_decode_metadata_update):
             bound = step.batch.seq_lens_cpu_upper_bound
             metadata = run.uniform_metadata(self, desc, num_reqs, NUM_ROWS, bound, 1)
-            slots = run.slots_by_layer(self, self.block_tables.slot_mappings[:, : desc.num_tokens])
+            kv_slots = run.slots_by_layer(self, self.block_tables.slot_mappings[:, : desc.num_tokens])
         self._prepare_eplb_forward(num_reqs * NUM_ROWS)
         if how.in_graph:
             assert manager is not None
@@ -147,7 +147,7 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
             return
         if has_cache:
             self._prepare_first_pass(num_reqs, metadata)
-        self._prefill(num_reqs, desc.num_tokens, metadata, slots, how.tokens_across_dp)
+        self._prefill(num_reqs, desc.num_tokens, metadata, kv_slots, how.tokens_across_dp)
 
     def _fill_rows(self, step: StepInputs, num_reqs: int) -> None:
         buffers = self.input_buffers

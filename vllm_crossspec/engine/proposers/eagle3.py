@@ -70,7 +70,7 @@ class Eagle3Proposer(HeadSampling, EagleSpeculator, Proposer):
         desc = run.dispatch(self, self.prefill_cudagraph_manager, num_reqs, 1, step.options).desc
         tables = self.block_tables
         # The rows of a dummy run name request slots whose blocks may be others' by now: it writes nothing.
-        slots = (
+        kv_slots = (
             tables.get_dummy_slot_mappings(desc.num_tokens)
             if step.options.get("dummy_run")
             else tables.compute_slot_mappings(
@@ -93,7 +93,7 @@ class Eagle3Proposer(HeadSampling, EagleSpeculator, Proposer):
             self.max_num_reqs,
         )
         metadata = run.uniform_metadata(self, desc, num_reqs, 1, batch.seq_lens_cpu_upper_bound, 0)
-        return step._replace(attn_metadata=metadata, slot_mappings=run.slots_by_layer(self, slots))
+        return step._replace(attn_metadata=metadata, slot_mappings=run.slots_by_layer(self, kv_slots))
 
     def _plan_first_pass(self, num_reqs: int, attn_metadata: dict[str, Any] | None) -> None:
         """The attention's work plan of :meth:`start_rows`' pass, captured ahead of it; the arguments are vLLM's."""

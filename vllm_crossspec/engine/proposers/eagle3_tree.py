@@ -360,10 +360,10 @@ class Eagle3TreeProposer(Eagle3Proposer):
         """The drafter over one level's rows: its states for the head and for the next level, [rows, H] each."""
         num_rows = token_ids.shape[0]
         self._prepare_eplb_forward(num_rows)
-        slots = None
+        kv_slots = None
         if attn_metadata is not None:
-            slots = dict.fromkeys(self.draft_attn_layer_names, self.no_slots[0, :num_rows])
-        with run.forward_context(self, num_rows, attn_metadata, slots, num_tokens_across_dp):
+            kv_slots = dict.fromkeys(self.draft_attn_layer_names, self.no_slots[0, :num_rows])
+        with run.forward_context(self, num_rows, attn_metadata, kv_slots, num_tokens_across_dp):
             return self.model(
                 input_ids=token_ids,
                 positions=self.level_positions[:num_rows],

@@ -106,9 +106,9 @@ def map_block_tables(speculator: DraftModelSpeculator) -> None:
             group.map_to_kernel_block_table(speculator.block_tables.input_block_tables[group.kv_cache_group_id])
 
 
-def slots_by_layer(speculator: DraftModelSpeculator, slots: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The cache slots [groups, rows] of a pass under the names of the layers that write there."""
-    by_layer: dict[str, torch.Tensor] = build_slot_mappings_by_layer(slots, speculator.kv_cache_config)
+def slots_by_layer(speculator: DraftModelSpeculator, kv_slots: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The cache kv_slots [groups, rows] of a pass under the names of the layers that write there."""
+    by_layer: dict[str, torch.Tensor] = build_slot_mappings_by_layer(kv_slots, speculator.kv_cache_config)
     return by_layer
 
 
