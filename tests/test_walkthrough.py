@@ -66,7 +66,7 @@ SMALLER = {
     "crossspec train dart": f"{ONE_STEP} --anchors 2 --draft-vocab 64",
     "crossspec train draft-model": f"{ONE_STEP} --intermediate-size 64",
     "crossspec train router": "--epochs 1 --batch-tokens 8",
-    "python benchmarks/confu_offline.py": "--rows 1 --nodes 0,8",
+    "python benchmarks/confu_offline.py": "--rows 1 --nodes 0,4 --depth 2 --top-k 2",
     "python benchmarks/dart_offline.py": "--rows 2 --nodes 8 --weights 0,0.5",
     "python benchmarks/flashhead_cpu.py": "--size 8192,8 --runs 1",
     "python benchmarks/flashhead_gpu.py": "--size 8192,8 --batch-sizes 1 --probes 4",
