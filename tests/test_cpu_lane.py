@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
     reason="the CPU lane is installed on machines without a GPU and without triton-cpu only",
 )
 
-SET = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_CPU_KVCACHE_SPACE", "TRITON_CACHE_MANAGER")
+SET = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_CPU_KVCACHE_SPACE", "TRITON_CACHE_MANAGER", "GLIBC_TUNABLES")
 READ = ("TRITON_INTERPRET", "TRITON_CPU_CHECK", "TRITON_CACHE_DIR", "CC")
 SHOW = f"import os; print(*(os.environ.get(name) for name in {('TRITON_INTERPRET', *SET)!r}))"
 KERNEL = """
@@ -76,9 +76,9 @@ def compiler(tmp_path):
     return script, lambda: len(log.read_text().splitlines()) if log.exists() else 0
 
 
-def test_importing_triton_chooses_the_v2_runner_a_small_cache_and_no_interpreter():
+def test_importing_triton_chooses_the_v2_runner_a_small_cache_huge_pages_and_no_interpreter():
     assert python(f"import triton; {SHOW}").stdout.split() == [
-        "None", "1", "1", "crossspec_cpu_lane.cache:LaneCacheManager",
+        "None", "1", "1", "crossspec_cpu_lane.cache:LaneCacheManager", "glibc.malloc.hugetlb=1",
     ]  # fmt: skip
 
 
@@ -121,7 +121,7 @@ print(backends["cpu"].driver.is_active())
 {SHOW}
 """
     done = python(code)
-    assert done.stdout.splitlines() == ["False", "None None None None"]
+    assert done.stdout.splitlines() == ["False", "None None None None None"]
     assert done.stderr.count("stays inactive") == 1 and "pip uninstall crossspec-cpu-lane" in done.stderr
 
 

@@ -33,7 +33,7 @@ CHILD_DEFAULTS = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TO
 BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """Environment variable: the cores that vLLM's threads keep to on a CPU."""
 
-READ_AT_IMPORT = ("TRITON_", "VLLM_", "TORCH", "HF_", "LD_", "PYTHON", "OMP_")
+READ_AT_IMPORT = ("TRITON_", "VLLM_", "TORCH", "HF_", "LD_", "PYTHON", "OMP_", "GLIBC_")
 """How variables begin that vLLM or what it stands on reads when it is imported: another value, another server."""
 
 NO_MODEL = re.compile(
