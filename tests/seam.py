@@ -79,6 +79,7 @@ UNNAMED = {
 FOREIGN = {
     # Attributes that are set on objects of neither vLLM nor ours.
     "max_position_embeddings": "transformers' config of a checkpoint",
+    "cpu_linear": "a layer, by whom takes the place of dispatch_cpu_unquantized_gemm, which has its row",
 }
 OF_NAMED_TUPLES = {"_replace", "_asdict", "_fields", "_make"}
 OWN_PREFIX = "crossspec"  # what is added to a class of vLLM under a name of ours is none of vLLM's

@@ -102,8 +102,13 @@ ELSEWHERE = {
 GPU = "needs a GPU: its sizes are a large model's"
 NETWORK = "fetches from elsewhere"
 HOURS = "interprets the kernels of whole engines, for an hour"
+LARGE = "takes minutes at its sizes; tests/test_bench.py and tests/test_inflate.py run smaller ones"
 NOWHERE = {
     "CROSSSPEC_*": "needs the clones of the papers' code",
+    "crossspec bench --model MODEL * --repeats 3 *": LARGE,
+    "crossspec bench --model big/*": LARGE,
+    "crossspec demo --pocket big *": LARGE,
+    "crossspec inflate --out big *": LARGE,
     "done": "the end of a loop of bash",
     "for *": "the head of a loop of bash",
     "git clone *": NETWORK,
@@ -116,6 +121,7 @@ NOWHERE = {
     "python benchmarks/switch_cost.py*": GPU,
     "python benchmarks/tree_kernels.py*": GPU,
     "python benchmarks/tree_search.py*": GPU,
+    "vllm bench serve *": "vLLM's own load, on a server of the reader's",
     "source *": "is about the reader's shell",
 }
 """Patterns of commands that no test runs, and why. A benchmark's own parser takes their options and values."""

@@ -81,8 +81,8 @@ class TreeConfig(Settings):
             and the level's sum ``(i + 1) ** -level_decay``.
         by_batch_size: most draft tokens of a request by the number of running requests, as ``{"1": 60, "8": 30,
             "32": 3, "64": 0}``: from 8 requests on 30, from 64 on none. "auto" chooses from what steps cost, measured
-            at start-up; a tree for which nothing is given means it, and where it cannot be measured (on a CPU, with
-            data parallelism) has no schedule. ``{"1": 60}`` keeps the whole tree at every load.
+            at start-up; a tree for which nothing is given means it, and where it cannot be measured (with data
+            parallelism, in Triton's interpreter) has no schedule. ``{"1": 60}`` keeps the whole tree at every load.
     """
 
     type: Literal["chain", "dynamic", "best_first", "continuity"] = "chain"
@@ -195,6 +195,7 @@ class DrafterConfig(Settings):
         ngram: the store that helps to build its trees; None for none.
         head: its output layer; None for the checkpoint's own.
         adaptive: what sizes its trees by request and round; None: all are the same.
+        dtype: what its matrix products are computed in, on a CPU; None: the target's own type.
         target_layers: target layers that it taps in vLLM's numbering; empty before they are resolved.
         native: keys that vLLM's own SpeculativeConfig understands, handed through.
     """
@@ -206,6 +207,7 @@ class DrafterConfig(Settings):
     ngram: Annotated[NgramConfig, BeforeValidator(_path_alone)] | None = None
     head: Annotated[HeadConfig, BeforeValidator(_path_alone)] | None = None
     adaptive: Annotated[AdaptiveConfig, BeforeValidator(_path_alone)] | None = None
+    dtype: Literal["bfloat16"] | None = None
     target_layers: tuple[int, ...] = ()
     native: dict[str, Any] = {}
 

@@ -26,7 +26,7 @@ from vllm_crossspec.drafters.base import DrafterKind, drafter_kind, drafter_kind
 from vllm_crossspec.names import nearest
 from vllm_crossspec.tree.base import tree_kind
 
-OUR_KEYS = ("tree", "ngram", "head", "adaptive", "verification", "drafters", "router")
+OUR_KEYS = ("tree", "ngram", "head", "adaptive", "dtype", "verification", "drafters", "router")
 MAX_EXPANSION = 4096
 """Most prefixes that a level of a searched tree may look at."""
 _TOP_KEYS = ("verification", "draft_sample_method")
@@ -313,7 +313,7 @@ def _check_router(config: CrossSpecConfig) -> None:
 
 def _drafter(kind: str, raw: Mapping[str, Any], path: str, native_keys: Collection[str]) -> DrafterConfig:
     own_kind = drafter_kind(kind, f"speculative_config.{path}type")
-    ours = ("model", "num_speculative_tokens", "tree", "ngram", "head", "adaptive")
+    ours = ("model", "num_speculative_tokens", "tree", "ngram", "head", "adaptive", "dtype")
     native = [k for k in native_keys if k not in ("method", *_TOP_KEYS, *ours)]
     _check_keys(raw, (*ours, *native), path)
     if "model" not in raw:

@@ -105,6 +105,8 @@ def check_target(settings: CrossSpecConfig, model_config: Any) -> None:
 
 def unsupported_features(vllm_config: Any) -> list[str]:
     """What our proposers do not do, in words that vLLM's own message ends with."""
+    from vllm.platforms import current_platform
+
     settings = settings_of(vllm_config)
     if settings is None:
         return []
@@ -121,6 +123,8 @@ def unsupported_features(vllm_config: Any) -> list[str]:
         found.append("enable_adaptive_verification with vllm_crossspec")
     if any(d.head is not None for d in settings.drafters.values()) and parallel.tensor_parallel_size > 1:
         found.append("tensor parallelism with a FlashHead, whose output layer would be sharded (leave out head)")
+    if any(d.dtype is not None for d in settings.drafters.values()) and not current_platform.is_cpu():
+        found.append("a drafter's dtype on a GPU, where it is the target's (leave out dtype)")
     if settings.is_adaptive and parallel.data_parallel_size > 1:
         found.append("data parallelism with adaptive trees (ranks would draft apart)")
     if settings.is_routed and parallel.data_parallel_size > 1:

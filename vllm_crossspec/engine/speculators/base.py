@@ -20,6 +20,7 @@ from vllm_crossspec.engine.speculators.kept import KeptDrafts
 from vllm_crossspec.engine.vllm_api.propose import step_inputs
 from vllm_crossspec.engine.vllm_api.speculative import drafter_configs
 from vllm_crossspec.engine.vllm_api.stand_in import StandInSpeculator
+from vllm_crossspec.engine.weights import products_in
 from vllm_crossspec.metrics.counters import AcceptanceCounters
 from vllm_crossspec.metrics.export import start_worker_export
 from vllm_crossspec.types import NO_DRAFTS, Candidates, StepInputs
@@ -98,8 +99,9 @@ class Speculator(StandInSpeculator):
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load every proposer, then let the target hand out the union of the layers that they tap."""
-        for proposer in self.proposers.values():
-            proposer.load_model(target_model)
+        for name, proposer in self.proposers.items():
+            with products_in(self.settings.drafters[name].dtype):
+                proposer.load_model(target_model)
         self.model = self.load_draft_model(target_model, set())
         self.draft_attn_layer_names = set().union(*(p.draft_attn_layer_names for p in self.proposers.values()))
         taps = {name: self.settings.drafters[name].target_layers for name in self.proposers}

@@ -8,6 +8,8 @@ from vllm_crossspec.engine.vllm_api.points.base import StandIn, parse
 
 TOUCH_POINTS = parse("""
 vllm._custom_ops
+  create_onednn_mm(weight primitive_cache_size) - called on a CPU: a drafter's weights in bfloat16
+  onednn_mm(dnnl_handler x bias) - called on a CPU: a drafter's products in bfloat16
   rms_norm(out input weight epsilon) - called on a CPU: norms one layer's keys
 vllm.compilation.backends
   set_model_tag(tag is_encoder) - called when a drafter is loaded: its entry in the compile cache
@@ -67,7 +69,11 @@ vllm.model_executor.layers.logits_processor
       vocabulary
   LogitsProcessor.{org_vocab_size scale soft_cap} - read: what a drafter's logits are beside products, before a
       FlashHead takes its place
+vllm.model_executor.layers.utils
+  dispatch_cpu_unquantized_gemm(layer remove_weight) - replaced while a drafter with a dtype of its own is loaded; sets
+      cpu_linear, which the layer calls
 vllm.model_executor.layers.vocab_parallel_embedding
+  VocabParallelEmbedding - such drafters keep their embeddings and output layers
   ParallelLMHead(num_embeddings embedding_dim bias params_dtype org_num_embeddings padding_size quant_config prefix
       disable_tp) - DART's model is built from it
 vllm.model_executor.model_loader
