@@ -2,7 +2,7 @@
 
     python benchmarks/campaign.py --out runs/h100                  # goes on where an earlier call stopped
     python benchmarks/campaign.py --out runs/h100 --list           # the steps, what each needs, and how it went
-    python benchmarks/campaign.py --out runs/h100 --tables docs/results/gpu.md --no-run
+    python benchmarks/campaign.py --out runs/h100 --tables runs/h100/tables.md --no-run
 
 Each step is a command of its own with a log and a JSON document in the folder, and ends within nine minutes. A step
 that fails stops the steps that stand on it and nothing else: a method whose texts differ from plain generation's is not

@@ -111,7 +111,8 @@ def measure(worker: Any, job: dict[str, Any]) -> list[dict[str, Any]]:
         for context in job["contexts"]:
             for name in host.order:
                 with host.drafting_alone(name):
-                    cost = load.time_step(runner, num_reqs, runner.num_speculative_steps, context)
+                    point = num_reqs, runner.num_speculative_steps
+                    cost = load.time_steps(runner, [point], context)[point]
                 rows.append(
                     {"batch_size": num_reqs, "context": context, "drafter": name}
                     | describe(1e3 * cost.step, 1e3 * cost.draft, switches[name], routers)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from played import crossspec, play  # noqa: F401 - fixtures
 
 WORKERS = 2
 """Processes that `make test` runs tests in: an engine or server each, of up to 3 GiB."""
@@ -57,6 +56,8 @@ def _keep_to_own_cores() -> None:
 # Before anything counts the cores.
 if "PYTEST_XDIST_WORKER" in os.environ:
     _keep_to_own_cores()
+
+from played import crossspec, play  # noqa: E402, F401 - fixtures; imports torch, which counts
 
 
 @pytest.hookimpl(optionalhook=True)

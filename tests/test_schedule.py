@@ -291,8 +291,8 @@ def test_an_engine_measures_its_steps_and_follows_the_outcome(monkeypatch):
 
     timed, time_step = {}, load.time_step
 
-    def pretend(runner, num_reqs, width):
-        timed[width, num_reqs] = time_step(runner, num_reqs, width)
+    def pretend(runner, num_reqs, width, context):
+        timed[width, num_reqs] = time_step(runner, num_reqs, width, context)
         return load.Cost(step=1.0 if num_reqs * (width + 1) <= 9 else 10.0, draft=0.1)
 
     monkeypatch.delenv("CROSSSPEC_FIXED_WIDTHS")

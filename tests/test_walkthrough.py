@@ -114,6 +114,7 @@ NOWHERE = {
     "git clone *": NETWORK,
     "make venv": f"{NETWORK}, and is what `make test` does first",
     "pip install .[[]cuda]": NETWORK,
+    "python benchmarks/campaign.py *": GPU,
     "python benchmarks/cpu_kernels.py": HOURS,
     "python benchmarks/cpu_lane.py": HOURS,
     "python benchmarks/ngram_lookup.py --reference *": "needs the clones of the papers' code",

@@ -81,16 +81,18 @@ def verification_batch(runner: Any, num_reqs: int, width: int) -> InputBatch:
     )
 
 
-def time_step(runner: Any, num_reqs: int, width: int) -> Cost:
+def time_step(runner: Any, num_reqs: int, width: int, context: int | None = None) -> Cost:
     """Time a dummy step of ``num_reqs`` requests with ``width`` draft tokens each.
 
-    Every request has :data:`CONTEXT_TOKENS` before the measured ones, fewer where the model's length does not allow it.
+    Every request has ``context`` tokens before the measured ones (:data:`CONTEXT_TOKENS`), fewer where the model's length
+    does not allow it.
 
     What it leaves out: the trees' rows and the compaction (a few launches), and the trees' own share of the attention
     where no CUDA graph holds the step.
     """
     clock = StepClock(runner.device)
-    context = CONTEXT_TOKENS_ON_CPU if runner.device.type == "cpu" else CONTEXT_TOKENS
+    if context is None:
+        context = CONTEXT_TOKENS_ON_CPU if runner.device.type == "cpu" else CONTEXT_TOKENS
     with _dummy_steps(runner, clock, width):
         hidden, _ = runner._dummy_run(num_reqs * (width + 1), uniform_decode=True, skip_eplb=True, context_len=context)
         batch = verification_batch(runner, num_reqs, width)
@@ -101,13 +103,15 @@ def time_step(runner: Any, num_reqs: int, width: int) -> Cost:
     return Cost(forward + verify, draft)
 
 
-def time_steps(runner: Any, points: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Cost]:
+def time_steps(
+    runner: Any, points: Sequence[tuple[int, int]], context: int | None = None
+) -> dict[tuple[int, int], Cost]:
     """Median costs by (running requests, draft tokens), measured in turns, so that a disturbance hits all alike.
 
     A first turn is not counted: kernels are compiled in it.
     """
     repeats = REPEATS_ON_CPU if runner.device.type == "cpu" else REPEATS
-    turns = [{point: time_step(runner, *point) for point in points} for _ in range(1 + repeats)][1:]
+    turns = [{point: time_step(runner, *point, context) for point in points} for _ in range(1 + repeats)][1:]
     return {
         point: Cost(*map(statistics.median, zip(*(turn[point] for turn in turns), strict=True))) for point in points
     }
