@@ -84,8 +84,8 @@ def verification_batch(runner: Any, num_reqs: int, width: int) -> InputBatch:
 def time_step(runner: Any, num_reqs: int, width: int, context: int | None = None) -> Cost:
     """Time a dummy step of ``num_reqs`` requests with ``width`` draft tokens each.
 
-    Every request has ``context`` tokens before the measured ones (:data:`CONTEXT_TOKENS`), fewer where the model's length
-    does not allow it.
+    Every request has ``context`` tokens before the measured ones, :data:`CONTEXT_TOKENS` if nothing is said, and fewer
+    where the model's length does not allow it.
 
     What it leaves out: the trees' rows and the compaction (a few launches), and the trees' own share of the attention
     where no CUDA graph holds the step.
