@@ -231,7 +231,8 @@ def test_exact_functions():
     ints[0] = 0
     out = torch.zeros(5, N)
     exact_kernel[(1,)](a, out, ints, N=N)
-    expected = [a.abs().sqrt(), a.floor() + 16 * a.ceil(), a.round(), a.trunc(), a.fmod(1.5)]
+    # PyTorch may round a square root of float32 the other way; one of float64 rounds once.
+    expected = [a.abs().double().sqrt().float(), a.floor() + 16 * a.ceil(), a.round(), a.trunc(), a.fmod(1.5)]
     assert same(out, torch.stack(expected))
     bits = [f"{v & 0xFFFFFFFF:032b}" for v in ints[:N].tolist()]
     rows = ints.view(5, N)

@@ -46,6 +46,7 @@ class Played(Scheduler):
 def config(has_graphs=False, ours=True, **changes):
     settings = parse({"method": "eagle3", "model": "m", "tree": {"type": "chain"}, **changes}, ())
     return SimpleNamespace(
+        speculative_config=None,
         additional_config={ADDITIONAL_CONFIG_KEY: settings.model_dump(mode="json")} if ours else {},
         compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: has_graphs)),
     )

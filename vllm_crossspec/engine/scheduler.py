@@ -40,7 +40,7 @@ class OptOutScheduler(Native):
             and settings.verification == "match"
             and config.compilation_config.cudagraph_mode.has_full_cudagraphs()
         )
-        self._live = live_schedule(config)
+        self._live = live_schedule(config) if self._is_ours else None
         self._last_round: tuple[float, int, int] | None = None
         if self._live is not None:
             self.dynamic_sd_lookup = self._live
