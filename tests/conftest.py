@@ -57,6 +57,11 @@ def _keep_to_own_cores() -> None:
 if "PYTEST_XDIST_WORKER" in os.environ:
     _keep_to_own_cores()
 
+from vllm_crossspec.cli.processes import is_cpu_lane  # noqa: E402
+
+if not is_cpu_lane():  # vLLM's attention of float32 would multiply in TF32
+    os.environ.setdefault("TRITON_F32_DEFAULT", "ieee")
+
 from played import crossspec, play  # noqa: E402, F401 - fixtures; imports torch, which counts
 
 

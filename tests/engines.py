@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import sabotage
+import torch
 
 import vllm_crossspec
 
@@ -92,6 +93,17 @@ def async_scheduling_on_cpu() -> Iterator[None]:
         yield
 
 
+def on_a_gpu() -> dict[str, Any]:
+    """Settings where there is a GPU: a small part of it for each worker, and CUDA graphs if they are asked for."""
+    if not torch.cuda.is_available():
+        return {}
+    settings: dict[str, Any] = {"gpu_memory_utilization": 0.05}
+    if os.environ.get("CROSSSPEC_TEST_GRAPHS"):
+        settings["enforce_eager"] = False
+        settings["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    return settings
+
+
 _started = itertools.count()
 
 
@@ -109,6 +121,7 @@ def engine(spec: dict[str, Any] | None, model: Path = TARGET, **overrides: Any) 
         "disable_log_stats": False,
         "distributed_executor_backend": "uni",
         "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        **on_a_gpu(),
     }
     if next(_started) % 4 == 0:  # what the last engines left behind; all else is no garbage
         gc.collect()

@@ -53,8 +53,8 @@ def route_at_random(worker: Any, seed: int) -> None:
 
     def random_routes(hidden: Any, rows: Any, idx_mapping: Any, num_sampled: Any, out: torch.Tensor) -> None:
         decide(hidden, rows, idx_mapping, num_sampled, out)
-        drawn = torch.from_numpy(generator.integers(0, len(host.order), len(idx_mapping), dtype=np.int32))
-        out[: len(idx_mapping)] = torch.where(out[: len(idx_mapping)] < 0, -1, drawn)
+        drawn = generator.integers(0, len(host.order), len(idx_mapping), dtype=np.int32)
+        out[: len(idx_mapping)] = torch.where(out[: len(idx_mapping)] < 0, -1, torch.from_numpy(drawn).to(out.device))
 
     host.router.decide = random_routes
 

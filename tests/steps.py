@@ -112,11 +112,12 @@ def prepare(implementation, step, max_depth, num_soft=0, **options):
 
 def step_inputs(*, input_ids, positions, query_start_loc, idx_mapping, next_prefill_tokens=None, **verdict):
     """A :class:`StepInputs` of what drafters' first rows are made of; ``verdict`` are fields of its own."""
+    verdict = {name: given.to(DEVICE) for name, given in verdict.items()}
     batch = SimpleNamespace(
-        input_ids=input_ids,
-        positions=positions,
-        query_start_loc=query_start_loc,
-        idx_mapping=idx_mapping,
+        input_ids=input_ids.to(DEVICE),
+        positions=positions.to(DEVICE),
+        query_start_loc=query_start_loc.to(DEVICE),
+        idx_mapping=idx_mapping.to(DEVICE),
         num_reqs=len(idx_mapping),
         num_scheduled_tokens=query_start_loc.diff(),
     )

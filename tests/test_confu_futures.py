@@ -66,7 +66,7 @@ def watch_rounds(worker: Any) -> None:
         def sampled(step, final_states):
             original(step, final_states)
             slot = step.batch.idx_mapping[0]
-            future = made.futures[slot].clone() if made.has_future[slot] else None
+            future = made.futures[slot].cpu() if made.has_future[slot] else None
             worker.rounds.append({"future": future, "nodes": [], "candidates": []})
 
         return sampled
@@ -75,7 +75,7 @@ def watch_rounds(worker: Any) -> None:
         def forward_beam(level, beam, *rest):
             latest = worker.rounds[-1]
             latest["place"] = int(proposer.input_buffers.positions[0])
-            latest["nodes"].append((beam.tokens[0].clone(), beam.parents[0].clone()))
+            latest["nodes"].append((beam.tokens[0].cpu().clone(), beam.parents[0].cpu().clone()))
             return original(level, beam, *rest)
 
         return forward_beam
@@ -83,7 +83,7 @@ def watch_rounds(worker: Any) -> None:
     def wrap_candidates(original):
         def candidates(*arguments):
             log_probs, tokens = original(*arguments)
-            worker.rounds[-1]["candidates"].append((log_probs.clone(), tokens.clone()))
+            worker.rounds[-1]["candidates"].append((log_probs.cpu().clone(), tokens.cpu().clone()))
             return log_probs, tokens
 
         return candidates

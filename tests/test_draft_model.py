@@ -13,7 +13,7 @@ import pytest
 import torch
 from reference import recorder
 from safetensors.torch import load_file, save_file
-from steps import step_inputs
+from steps import DEVICE, step_inputs
 
 from vllm_crossspec.drafters.checkpoint import check_drafter
 from vllm_crossspec.drafters.draft_model import inputs, naive
@@ -30,7 +30,7 @@ def poisoned(num_slots, capacity):
     """Buffers full of what nobody should find there."""
 
     def full(size, dtype=torch.int64):
-        return torch.full((size,), -777, dtype=dtype)
+        return torch.full((size,), -777, dtype=dtype, device=DEVICE)
 
     return inputs.PairRows(
         input_ids=full(capacity, torch.int32),

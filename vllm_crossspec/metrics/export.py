@@ -5,9 +5,11 @@ The workers are other processes than the one that serves ``/metrics``. Where vLL
 the workers of it through the environment, and adds a collector of that folder to its registry.
 """
 
+import ctypes
 import os
 import tempfile
 import threading
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -92,32 +94,50 @@ def start_worker_export(
     clock: StageClock | None = None,
     sizes: Mapping[str, TreeSizeCounters] | None = None,
 ) -> None:
-    """Publish the counters once a second from a thread of their own; the decoding path does nothing for it."""
+    """Publish the counters once a second from a thread of their own; the decoding path does nothing for it.
+
+    The thread ends once the counters are gone.
+    """
     _use_shared_files()
-    arguments = (counters, routing, clock, sizes or {}, _make_counters())
+    arguments = (weakref.ref(counters), routing, clock, sizes or {}, _make_counters())
     threading.Thread(target=_publish_forever, args=arguments, daemon=True, name="crossspec-metrics").start()
 
 
 def _publish_forever(
-    counters: AcceptanceCounters,
+    owner: "weakref.ref[AcceptanceCounters]",
     routing: RoutingCounters | None,
     clock: StageClock | None,
     sizes: Mapping[str, TreeSizeCounters],
     metrics: dict[str, Any],
 ) -> None:
-    stream = torch.cuda.Stream(counters.counts.device) if counters.counts.is_cuda else None
+    stream: torch.cuda.Stream | None = None
     pause, publisher = threading.Event(), Publisher(metrics)
-    while True:
+    while (counters := owner()) is not None:
+        if stream is None and counters.counts.is_cuda:
+            _leave_captures_alone()
+            stream = torch.cuda.Stream(counters.counts.device)
         if stream is None:
             current = counters.counts.clone()
         else:
             with torch.cuda.stream(stream):
                 current = counters.counts.to("cpu", non_blocking=False)
         publisher.add_acceptance(counters.describe(current))
+        del counters
         if routing is not None and clock is not None:
             publisher.add_routing(routing.snapshot()["drafters"], dict(clock.seconds))
         publisher.add_sizes({name: counters_of.snapshot() for name, counters_of in sizes.items()})
         pause.wait(PERIOD_SECONDS)
+
+
+def _leave_captures_alone() -> None:
+    """Let this thread call CUDA while another one captures a graph; by default the driver then gives up the capture.
+
+    The engine's own graphs are captured before this thread begins, those of a second engine in the process are not.
+    """
+    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; takes the mode that it replaces
+    exchange = getattr(ctypes.CDLL("libcuda.so.1"), "cuThreadExchangeStreamCaptureMode", None)
+    if exchange is not None:  # drivers have it since CUDA 10.1
+        exchange(ctypes.byref(relaxed))
 
 
 class Publisher:

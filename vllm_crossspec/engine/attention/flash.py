@@ -4,6 +4,8 @@ FlashAttention (3 on Hopper) has no mask of its own for paged caches, but it giv
 the rows of a tail first attend to everything before it without a causal mask, and the softmax goes on over the tail.
 Layers of drafters, and steps without drafts, run vLLM's own code. Legend as in ``base``.
 
+FlashAttention knows 16-bit types alone; ``exact`` takes its place in float32.
+
 This module is imported by its name in vLLM's registry; it can be imported without a GPU.
 """
 
@@ -32,12 +34,16 @@ from vllm_crossspec.engine.attention.base import (
     serves_target,
     soft_prompts_of,
     tail_of_step,
+    unsupported_feature,
 )
+from vllm_crossspec.engine.attention.exact import exact_attention
 from vllm_crossspec.engine.attention.scratch import write_level
 
 
 class TreeFlashBackend(FlashAttentionBackend):
     """Stands in for vLLM's FLASH_ATTN where trees are verified; its name stays that."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [*FlashAttentionBackend.supported_dtypes, torch.float32]
 
     @staticmethod
     def get_impl_cls() -> type["TreeFlashImpl"]:
@@ -78,6 +84,8 @@ class TreeFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if kv_cache_spec.dtype == torch.float32:
+            self.aot_schedule = False  # there is nothing to plan for
         self.serves_target = serves_target(vllm_config, layer_names)
         keeps_schedules = self.use_full_cuda_graph and self.aot_schedule and self.serves_target
         # Graphs read the plan of the prefix pass from here. Not vLLM's own buffer: the graph of a drafter's first
@@ -207,7 +215,7 @@ class TreeFlashImpl(FlashAttentionImpl):
         if metadata is not None:
             tail = metadata.draft_tail if layer.is_draft_layer else metadata.target_tail
         if metadata is None or tail is None or fused != (None, None):
-            return super().forward(layer, query, key, value, kv_cache, metadata, output, *fused)
+            return self._forward_plain(layer, query, key, value, kv_cache, metadata, output, *fused)
         if isinstance(tail, DraftTail):
             self._attend_draft_level(query, key, value, kv_cache, metadata, tail, output)
             return output
@@ -225,7 +233,37 @@ class TreeFlashImpl(FlashAttentionImpl):
         soft = soft_prompts_of(layer)
         merge_target_tail(query, output, lse, kv_cache, metadata, tail, metadata.split_reqs, self.scale, soft)
         if metadata.rest is not None:
-            super().forward(layer, query[split:], key[split:], value[split:], kv_cache, metadata.rest, output[split:])
+            rest = (query[split:], key[split:], value[split:], kv_cache, metadata.rest, output[split:])
+            self._forward_plain(layer, *rest)
+        return output
+
+    def _forward_plain(
+        self,
+        layer: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: FlashAttentionMetadata | None,
+        output: torch.Tensor,
+        output_scale: torch.Tensor | None = None,
+        output_block_scale: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Rows without a tail, by vLLM's own code where there is any for their type."""
+        fused = (output_scale, output_block_scale)
+        if query.dtype != torch.float32 or metadata is None or fused != (None, None):
+            return super().forward(layer, query, key, value, kv_cache, metadata, output, *fused)
+        rows = metadata.num_actual_tokens
+        self._attend_exactly(
+            query[:rows],
+            kv_cache,
+            metadata,
+            output[:rows],
+            num_reqs=metadata.seq_lens.shape[0],
+            lengths=metadata.seq_lens,
+            max_query_len=metadata.max_query_len,
+            causal=bool(metadata.causal),
+        )
         return output
 
     def _attend_draft_level(
@@ -273,6 +311,9 @@ class TreeFlashImpl(FlashAttentionImpl):
             float32 [Hq, rows] log-sum-exp; infinite (the sign depends on the version) for a length of 0, whose output
             is then not to be read.
         """
+        if query.dtype == torch.float32:
+            sizes = {"num_reqs": num_reqs, "lengths": lengths, "max_query_len": max_query_len}
+            return self._attend_exactly(query, kv_cache, metadata, output, **sizes, causal=False)
         # TMA wants the strides of dimensions of one element to be as if they were longer; see vLLM's own forward.
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         _, lse = flash_attn.flash_attn_varlen_func(
@@ -294,3 +335,37 @@ class TreeFlashImpl(FlashAttentionImpl):
             num_splits=metadata.max_num_splits,
         )
         return lse
+
+    def _attend_exactly(
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: FlashAttentionMetadata,
+        output: torch.Tensor,
+        *,
+        num_reqs: int,
+        lengths: torch.Tensor,
+        max_query_len: int,
+        causal: bool,
+    ) -> torch.Tensor:
+        """In float32.
+
+        Raises:
+            ValueError: the layer has something that this attention does not know.
+        """
+        if problem := unsupported_feature(self):
+            raise ValueError(f"a layer's attention has no float32 on a GPU: {problem}, or start vLLM in bfloat16")
+        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        return exact_attention(
+            query=query,
+            keys=keys,
+            values=values,
+            out=output,
+            query_start_loc=metadata.query_start_loc[: num_reqs + 1],
+            lengths=lengths[:num_reqs],
+            block_table=metadata.block_table[:num_reqs],
+            max_query_len=max_query_len,
+            max_length=metadata.max_seq_len,
+            scale=self.scale,
+            causal=causal,
+        )

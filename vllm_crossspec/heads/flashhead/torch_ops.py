@@ -18,7 +18,10 @@ def select_clusters(
     hidden: torch.Tensor, centroids: torch.Tensor, num_probes: int, margin: float | None
 ) -> torch.Tensor:
     """int64 [B, P] clusters to probe, in any order; -1 for those that the margin leaves out."""
-    scores = (hidden.to(centroids.dtype) @ centroids.t()).float()
+    rounded = hidden.to(centroids.dtype)
+    if rounded.itemsize == 1:  # PyTorch has no products of eight bits
+        rounded, centroids = rounded.float(), centroids.float()
+    scores = (rounded @ centroids.t()).float()
     found = _numbers(scores).topk(num_probes, dim=1, sorted=margin is not None)
     if margin is None:
         return found.indices
