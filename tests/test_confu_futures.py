@@ -66,7 +66,7 @@ def watch_rounds(worker: Any) -> None:
         def sampled(step, final_states):
             original(step, final_states)
             slot = step.batch.idx_mapping[0]
-            future = made.futures[slot].cpu() if made.has_future[slot] else None
+            future = made.futures[slot].cpu().clone() if made.has_future[slot] else None
             worker.rounds.append({"future": future, "nodes": [], "candidates": []})
 
         return sampled
@@ -161,7 +161,8 @@ def test_futures_and_drafts_are_trainings(llm, mode, target, trained):
     futures, levels = differences(llm, target, trained, sabotage.mend)
     assert len(futures) > 10 and max(futures) < 1e-3
     assert len(levels) == (MAX_STEPS if mode == "tree" else engines.K)
-    assert all(max(found) < 1e-3 for found in levels.values()), levels
+    worst = {level: max(found) for level, found in levels.items()}
+    assert max(worst.values()) < 1e-3, worst
 
 
 def test_without_soft_prompts_futures_are_others(llm, target, trained):

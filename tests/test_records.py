@@ -245,7 +245,7 @@ def test_batched_levels_get_the_same_inputs(level, has_future):
         "root_positions": torch.tensor([5, 98, 0, 7], device=DEVICE),
         "level": level,
         "last_position": 99,
-        "has_future": has_future,
+        "future_states": torch.randn(num_reqs + 1, width, device=DEVICE) if has_future else None,
     }
     made = []
     for module in (levels, levels_in_torch):
@@ -255,9 +255,10 @@ def test_batched_levels_get_the_same_inputs(level, has_future):
         made.append((states, positions))
     assert all(map(torch.equal, *made))
     states, positions = made[0]
-    if has_future:  # a request's last row: behind the level's nodes, and its state is left alone
+    if has_future:  # a request's last row, behind the level's nodes
         assert positions[:15].view(3, 5)[:, -1].tolist() == [5 + level + 1, 99, level + 1]
-        assert (states[:15].view(3, 5, width)[:, -1] == -77).all() and (states[15:] == -77).all()
+        assert torch.equal(states[:15].view(3, 5, width)[:, -1], given["future_states"][:num_reqs])
+    assert (states[num_reqs * (k + has_future) :] == -77).all()
 
 
 # -- real engines -------------------------------------------------------------------------------------------------

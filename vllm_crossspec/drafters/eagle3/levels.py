@@ -18,6 +18,8 @@ def _prepare_level_kernel(
     states_ptr,  # [R * ROWS, H], written where there are nodes
     states_stride,
     positions_ptr,  # int64 [R * ROWS], written likewise
+    future_states_ptr,  # [R, H]; unread where there are no futures
+    future_states_stride,
     level,
     last_position,
     width,
@@ -38,6 +40,9 @@ def _prepare_level_kernel(
         tl.store(positions_ptr + row, tl.minimum(position, last_position))
         if (ROWS > TOP_K) & (node == 0):  # a future stands behind the level's nodes
             tl.store(positions_ptr + request * ROWS + TOP_K, tl.minimum(position + 1, last_position))
+    if (ROWS > TOP_K) & (node == 0):
+        future = tl.load(future_states_ptr + request * future_states_stride + column, mask=column < width)
+        tl.store(states_ptr + (request * ROWS + TOP_K) * states_stride + column, future, mask=column < width)
 
 
 @functools.cache
@@ -56,7 +61,7 @@ def prepare_level(
     positions: torch.Tensor,
     level: int,
     last_position: int,
-    has_future: bool = False,
+    future_states: torch.Tensor | None = None,
 ) -> None:
     """Give every beam node of a level its parent's state and its position; one launch.
 
@@ -68,9 +73,11 @@ def prepare_level(
         positions: int64 [R * k], written.
         level: from 1.
         last_position: no position is larger (the model's length minus one).
-        has_future: whether every request has one row more, behind its nodes' rows in ``states`` and ``positions``: it
-            gets the position after theirs, and its state stays (ConFu).
+        future_states: [at least R, H] of one row more for every request, behind its nodes' rows in ``states`` and
+            ``positions``, which gets the position after theirs (ConFu). None where there is none.
     """
+    has_future = future_states is not None
+    futures = states if future_states is None else future_states
     (num_reqs, top_k), width = beam_parents.shape, states.shape[1]
     block, num_blocks = _blocks_of(width)
     _prepare_level_kernel[(num_reqs * top_k, num_blocks)](
@@ -82,6 +89,8 @@ def prepare_level(
         states,
         states.stride(0),
         positions,
+        futures,
+        futures.stride(0),
         level,
         last_position,
         width,

@@ -34,7 +34,9 @@ class ConfuProposer(Eagle3TreeProposer):
                 f"speculative_config.model: {self.draft_model_config.model} has {config.num_hidden_layers} layers; "
                 "a ConFu drafter has one"
             )
-        self.prepare_level = functools.partial(self.prepare_level, has_future=True)
+        # Models write over the states that they are given, so that every level begins with the futures' own.
+        self.future_states = torch.zeros(self.max_num_reqs, self.hidden_size, dtype=self.dtype, device=device)
+        self.prepare_level = functools.partial(self.prepare_level, future_states=self.future_states)
         top_k, max_rows = self.builder.top_k, self.level_positions.shape[0]
         self.futures: Futures | None = None
         self.root_ids = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
@@ -95,15 +97,14 @@ class ConfuProposer(Eagle3TreeProposer):
         super()._grow(num_reqs, attn_metadata, num_tokens_across_dp)
 
     def _take_futures(self, num_reqs: int) -> None:
-        """Each request's future into the last row of its levels: the state, and the embedding that its root chooses."""
-        futures, model = self.futures, self.model
-        rows = self.level_states[: num_reqs * self.level_rows].view(num_reqs, self.level_rows, -1)
+        """Each request's future, the last row of its levels: the state, and the embedding that its root chooses."""
+        futures, model, states = self.futures, self.model, self.future_states[:num_reqs]
         assert futures is not None
         slots = self.idx_mapping[:num_reqs].clamp(min=0)
         has_future = futures.present.index_select(0, slots)[:, None] > 0
-        rows[:, -1] = torch.where(has_future, futures.states.index_select(0, slots), model.no_future_embed)
+        states.copy_(torch.where(has_future, futures.states.index_select(0, slots), model.no_future_embed))
         self.level_embeds[:num_reqs, -1] = model.future_embed(self.hidden_states[:num_reqs])
-        self.skips[:num_reqs, 0] = model.future_skip(rows[:, -1])
+        self.skips[:num_reqs, 0] = model.future_skip(states)
 
     def _forward_beam(
         self,
@@ -116,14 +117,14 @@ class ConfuProposer(Eagle3TreeProposer):
         """See the base class; level 0 is the root, whose own keys and values are in the paged cache."""
         num_reqs, top_k = beam.tokens.shape
         rows = num_reqs * self.level_rows
-        self._prepare_beam(level, beam, states)
-        self.level_states[:rows].view(num_reqs, self.level_rows, -1)[:, :top_k] += self.skips[:num_reqs]
+        level_states = self._prepare_beam(level, beam, states)[:rows]
+        level_states.view(num_reqs, self.level_rows, -1)[:, :top_k] += self.skips[:num_reqs]
         embeds, masks = self.level_embeds[:num_reqs], self.level_masks[:num_reqs]
         embeds[:, :top_k] = self.model.embed_input_ids(beam.tokens.reshape(-1)).view(num_reqs, top_k, -1)
         masks[:, :top_k] = beam.masks
         self._attach_tails(attn_metadata, max(level, 1), num_reqs, masks)
         out, states = self._forward_level(
-            self.no_ids[:rows], attn_metadata, num_tokens_across_dp, embeds.view(rows, -1)
+            self.no_ids[:rows], level_states, attn_metadata, num_tokens_across_dp, embeds.view(rows, -1)
         )
         nodes = [x.view(num_reqs, self.level_rows, -1)[:, :top_k].reshape(num_reqs * top_k, -1) for x in (out, states)]
         positions = self.level_positions[:rows].view(num_reqs, -1)[:, :top_k].reshape(-1)

@@ -73,7 +73,8 @@ class Eagle3TreeProposer(Eagle3Proposer):
         max_rows = max_num_reqs * self.level_rows
         self.root_log_probs = torch.zeros(max_num_reqs, top_k, dtype=torch.float32, device=device)
         self.root_tokens = torch.zeros(max_num_reqs, top_k, dtype=torch.int64, device=device)
-        self.level_states = torch.zeros(max_rows, self.hidden_size, dtype=self.dtype, device=device)
+        # By turns: on a GPU a model writes over the states that it is given, and returns them as those of its children.
+        self.level_states = torch.zeros(2, max_rows, self.hidden_size, dtype=self.dtype, device=device)
         self.level_positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
         levels = torch.arange(1, self.max_depth + 1, dtype=torch.int32, device=device)
         self.tail_lengths = self.shared_rows + top_k * levels
@@ -315,22 +316,24 @@ class Eagle3TreeProposer(Eagle3Proposer):
         """
         num_reqs = beam.tokens.shape[0]
         rows = num_reqs * self.level_rows
-        self._prepare_beam(level, beam, states)
+        states = self._prepare_beam(level, beam, states)[:rows]
         self._attach_tails(attn_metadata, level, num_reqs, beam.masks)
-        out, states = self._forward_level(beam.tokens.reshape(rows), attn_metadata, num_tokens_across_dp)
+        out, states = self._forward_level(beam.tokens.reshape(rows), states, attn_metadata, num_tokens_across_dp)
         return out, states, self.level_positions[:rows]
 
-    def _prepare_beam(self, level: int, beam: Beam, states: torch.Tensor) -> None:
-        """States and positions of one level's nodes, from the ``states`` of the level before."""
+    def _prepare_beam(self, level: int, beam: Beam, states: torch.Tensor) -> torch.Tensor:
+        """States [at least rows, H] and positions of one level's nodes, from the ``states`` of the level before."""
+        own = self.level_states[level % 2]
         self.prepare_level(
             parent_states=states,
             beam_parents=beam.parents,
             root_positions=self.input_buffers.positions,
-            states=self.level_states,
+            states=own,
             positions=self.level_positions,
             level=level,
             last_position=self.max_model_len - 1,
         )
+        return own
 
     def _attach_tails(
         self, attn_metadata: dict[str, Any] | None, level: int, num_reqs: int, masks: torch.Tensor
@@ -353,6 +356,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
     def _forward_level(
         self,
         token_ids: torch.Tensor,
+        level_states: torch.Tensor,
         attn_metadata: dict[str, Any] | None,
         num_tokens_across_dp: torch.Tensor | None,
         inputs_embeds: torch.Tensor | None = None,
@@ -367,6 +371,6 @@ class Eagle3TreeProposer(Eagle3Proposer):
             return self.model(
                 input_ids=token_ids,
                 positions=self.level_positions[:num_rows],
-                hidden_states=self.level_states[:num_rows],
+                hidden_states=level_states,
                 inputs_embeds=inputs_embeds,
             )
