@@ -467,6 +467,9 @@ class _Reader(ast.NodeVisitor):
             only_hands_on = all(isinstance(x, ast.Starred) for x in node.args) and not any(k.arg for k in node.keywords)
             if not only_hands_on and self.owners:
                 self.of_self(node, self.owners[-1], "__init__", is_super=True)
+        made = self.meaning(node.func.id) if isinstance(node.func, ast.Name) else None
+        if made is not None and not made.endswith(":instance"):
+            self.of_import(node, made, stores=False)
         self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:

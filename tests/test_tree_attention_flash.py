@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import flash_attn
 
 from vllm_crossspec.engine.attention import base
+from vllm_crossspec.engine.attention import flash as flash_module
 from vllm_crossspec.engine.attention.base import DraftTail
 from vllm_crossspec.engine.attention.cpu import TreeCpuImpl, TreeCpuMetadata
 from vllm_crossspec.engine.attention.flash import (
@@ -104,6 +105,7 @@ def flash(monkeypatch):
     monkeypatch.setattr(flash_attn, "get_flash_attn_version", lambda *_, **__: 3)
     for name in ("flash_attn_varlen_func", "get_scheduler_metadata"):
         monkeypatch.setattr(flash_attn, name, getattr(stand_in, name), raising=False)
+    monkeypatch.setattr(flash_module, "is_exact", lambda dtype: False)  # the stand-in takes float32
     yield stand_in
     base.set_tree_source(None)
 

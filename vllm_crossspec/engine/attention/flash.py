@@ -40,6 +40,11 @@ from vllm_crossspec.engine.attention.exact import exact_attention
 from vllm_crossspec.engine.attention.scratch import write_level
 
 
+def is_exact(dtype: torch.dtype) -> bool:
+    """Whether FlashAttention does not take the type, and ``exact`` does."""
+    return dtype == torch.float32
+
+
 class TreeFlashBackend(FlashAttentionBackend):
     """Stands in for vLLM's FLASH_ATTN where trees are verified; its name stays that."""
 
@@ -84,7 +89,7 @@ class TreeFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        if kv_cache_spec.dtype == torch.float32:
+        if is_exact(kv_cache_spec.dtype):
             self.aot_schedule = False  # there is nothing to plan for
         self.serves_target = serves_target(vllm_config, layer_names)
         keeps_schedules = self.use_full_cuda_graph and self.aot_schedule and self.serves_target
@@ -251,7 +256,7 @@ class TreeFlashImpl(FlashAttentionImpl):
     ) -> torch.Tensor:
         """Rows without a tail, by vLLM's own code where there is any for their type."""
         fused = (output_scale, output_block_scale)
-        if query.dtype != torch.float32 or metadata is None or fused != (None, None):
+        if not is_exact(query.dtype) or metadata is None or fused != (None, None):
             return super().forward(layer, query, key, value, kv_cache, metadata, output, *fused)
         rows = metadata.num_actual_tokens
         self._attend_exactly(
@@ -311,7 +316,7 @@ class TreeFlashImpl(FlashAttentionImpl):
             float32 [Hq, rows] log-sum-exp; infinite (the sign depends on the version) for a length of 0, whose output
             is then not to be read.
         """
-        if query.dtype == torch.float32:
+        if is_exact(query.dtype):
             sizes = {"num_reqs": num_reqs, "lengths": lengths, "max_query_len": max_query_len}
             return self._attend_exactly(query, kv_cache, metadata, output, **sizes, causal=False)
         # TMA wants the strides of dimensions of one element to be as if they were longer; see vLLM's own forward.

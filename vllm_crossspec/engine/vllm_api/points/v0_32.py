@@ -65,6 +65,7 @@ vllm.model_executor.layers.linear
       DART's model is built from it
   UnquantizedLinearMethod - tells weights that are plain matrices
 vllm.model_executor.layers.logits_processor
+  LogitsProcessor(vocab_size org_vocab_size scale logits_as_input soft_cap) - made: DART's own output layer
   LogitsProcessor.forward(self lm_head hidden_states embedding_bias skip_gather) - called: a drafter's logits in its own
       vocabulary
   LogitsProcessor.{org_vocab_size scale soft_cap} - read: what a drafter's logits are beside products, before a
@@ -156,6 +157,7 @@ vllm.v1.attention.backends.cpu_attn
 vllm.v1.attention.backends.flash_attn
   FlashAttentionBackend.get_builder_cls() - overridden: tree attention on a GPU
   FlashAttentionBackend.get_impl_cls() - overridden: tree attention on a GPU
+  FlashAttentionBackend.{supported_dtypes} - overridden: float32, too, which FlashAttention itself does not take
   FlashAttentionImpl.forward(self layer query key value kv_cache attn_metadata output output_scale output_block_scale) -
       overridden: attention over trees; called for everything else
   FlashAttentionImpl.{vllm_flash_attn_version} - read by tree attention
@@ -163,6 +165,8 @@ vllm.v1.attention.backends.flash_attn
       max_dcp_context_kv_len dcp_context_kv_lens num_decode_reqs num_prefill_reqs num_decode_tokens num_prefill_tokens
       scheduler_metadata max_num_splits causal mm_prefix_query_range_tensor rswa_prefix_lens rswa_window
       rswa_window_tensor) - subclassed: the step's trees join it; made for the rest of a batch
+  FlashAttentionMetadata.{block_table causal max_query_len max_seq_len num_actual_tokens query_start_loc seq_lens} -
+      read: attention in float32
   FlashAttentionMetadataBuilder.__init__(self kv_cache_spec layer_names vllm_config device) - called by ours
   FlashAttentionMetadataBuilder._get_scheduler_metadata(self aot_schedule batch_size cu_query_lens max_query_len seqlens
       max_seq_len causal max_num_splits) - called: FlashAttention 3's plans of the split batch
@@ -211,7 +215,7 @@ vllm.v1.engine.input_processor
   InputProcessor._validate_params(self params supported_tasks) - replaced: refuses a request whose extra argument is
       none of ours
 vllm.v1.kv_cache_interface
-  AttentionSpec - the type of an argument of the metadata builders
+  AttentionSpec.{dtype} - read by the metadata builders: whether the cache is one of float32
   KVCacheLayout.{LBHNC} - read: the layout of the cache on a CPU
   KVCacheSpec - the type of an argument of the metadata builders
   is_quantized_kv_cache(kv_cache_dtype) - called: trees are refused over a quantised cache
@@ -428,6 +432,8 @@ vllm.v1.worker.gpu.spec_decode.speculator
       input_buffers max_model_len max_num_reqs max_num_tokens pcp_manager seeds supports_decode_metadata_update
       temperature} - read by the proposers
 vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils
+  SpeculatorCudaGraphManager(vllm_config device cudagraph_mode decode_query_len lora_capture_cases varlen_decode
+      ubatch_runner) - made: a first pass as wide as the engine's verification
   SpeculatorCudaGraphManager.specialize_spec_tokens(self desc num_speculative_tokens) - called: the graph of as many
       drafts as are wanted
 vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator
