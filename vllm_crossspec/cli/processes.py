@@ -27,8 +27,16 @@ from vllm_crossspec.names import DEBUG_VARIABLE
 
 CHILD_MODULE = "vllm_crossspec.engine.jobs.offline"
 PRELOADED = "vllm_crossspec.engine.jobs.preload"
-CHILD_DEFAULTS = {"VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "TOKENIZERS_PARALLELISM": "false"}
-"""Environment of an engine process where the user set nothing (the KV cache size, in GiB, is the CPU's)."""
+CHILD_DEFAULTS = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "TRITON_F32_DEFAULT": "ieee",
+}
+"""Environment of an engine process where the user set nothing.
+
+The KV cache size, in GiB, is the CPU's. On a GPU vLLM's attention in float32 would multiply in TF32 without the last.
+"""
 
 BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """Environment variable: the cores that vLLM's threads keep to on a CPU."""
