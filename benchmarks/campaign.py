@@ -11,6 +11,7 @@ all runs, choose smaller models: ``--large 0.6b --small 0.2b``.
 """
 
 import argparse
+import itertools
 import json
 import os
 import shlex
@@ -23,7 +24,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_crossspec.cli.demo import METHODS, located
+from vllm_crossspec.cli.demo import METHODS, POCKET, located
+from vllm_crossspec.cli.rows import PLAIN
 
 HERE = Path(__file__).resolve().parent
 STEP_MINUTES = 9.0
@@ -53,7 +55,13 @@ TIMED = (
 """Our methods in the order in which their speed is wanted."""
 
 IDENTITY_GROUPS = (TIMED[:4], TIMED[4:8], TIMED[8:])
-"""Methods whose texts are compared in one step."""
+"""Methods that are compared, and timed, in one step: plain runs once for all of them."""
+
+COMPILED = ("native-eagle3", "eagle3-tree", "dflash-tree", "dart")
+"""Timed with vLLM's own compilation, too, which takes a minute a method to start."""
+
+GRAPHS = json.dumps({"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}})
+"""Engine arguments: CUDA graphs of decode batches, without compilation."""
 
 ROUND_METHODS = "none,native-eagle3,eagle3,eagle3-tree,native-dflash,dflash,dflash-tree,dart,confu-tree"
 
@@ -66,6 +74,7 @@ class Step:
         name: of its files in the folder.
         command: with ``{json}`` for the file of its document.
         needs: steps that must have passed; ``step/part`` for one part of a step whose document is of several.
+        choices: (need, words) whose words follow the command where the need has passed; one of them must have.
         minutes: about how long it takes on an H100; it is not begun where fewer are left.
         parts: what its document says of each part, by name: None where it passed, else a sentence. A step with parts
             goes by its document alone.
@@ -78,6 +87,7 @@ class Step:
     minutes: float = 2.0
     parts: Callable[[dict[str, Any]], dict[str, str | None]] | None = None
     env: dict[str, str] = field(default_factory=dict)
+    choices: tuple[tuple[str, tuple[str, ...]], ...] = ()
 
 
 def steps(out: Path, options: argparse.Namespace) -> list[Step]:
@@ -108,20 +118,24 @@ def steps(out: Path, options: argparse.Namespace) -> list[Step]:
             "--device",
             options.device,
         ]
-        inflate = Step(f"inflate-{shape}", [*crossspec, *build, "--overwrite", "--no-check"], first, 4)
-        for number, group in enumerate((NATIVE, *IDENTITY_GROUPS)):
-            if number and shape == options.large:
-                demo = ["demo", "--methods", ",".join(group), "--limit", "1", "--max-tokens", "48", "--json", "{json}"]
-                found.append(Step(f"identity-{number}", [*crossspec, *demo], first, 2.5, _identical))
+        inflate = Step(f"inflate-{shape}", [*crossspec, *build, "--overwrite", "--no-check"], first, 2)
+        bench = [*crossspec, "bench", "--model", str(models / "target"), "--dtype", options.dtype, "--json", "{json}"]
+        bench += ["--batch-sizes", options.batch_sizes, "--repeats", "2", "--ignore-eos", "--max-tokens", "96"]
+        bench += ["--prompts", str(prompts), "--gpu-memory-utilization", str(options.memory)]
+        timed: dict[str, tuple[str, tuple[str, ...]]] = {}
+        for number, group in enumerate((tuple(NATIVE), *IDENTITY_GROUPS)):
             if not number:
                 found.append(inflate)
+            elif shape == options.large:
+                found += _identity_steps(number, group, [*crossspec, "bench"], out, first)
             for name in group:
                 spec = _write_spec(out / "specs" / shape / f"{name}.json", (NATIVE | METHODS)[name], models)
-                needs = (inflate.name, f"identity-{number}/{name}") if number else (inflate.name,)
-                bench = ["bench", "--model", str(models / "target"), "--spec", str(spec), "--dtype", options.dtype]
-                sweep = ["--batch-sizes", options.batch_sizes, "--repeats", "2", "--ignore-eos", "--max-tokens", "96"]
-                sweep += ["--prompts", str(prompts), "--gpu-memory-utilization", "0.45", "--json", "{json}"]
-                found.append(Step(f"bench-{shape}-{name}", [*crossspec, *bench, *sweep], needs, 2.5))
+                timed[name] = (f"identity-{number}/{name}" if number else inflate.name, ("--spec", str(spec)))
+            command = [*bench, "--engine-args", GRAPHS]
+            choices = tuple(timed[name] for name in group)
+            found.append(Step(f"bench-{shape}-{number}", command, (inflate.name,), 4, choices=choices))
+        choices = tuple(timed[name] for name in COMPILED)
+        found.append(Step(f"bench-{shape}-compiled", bench, (inflate.name,), 7, choices=choices))
         rounds = benchmark("round_time", "--shape", shape, "--methods", ROUND_METHODS, "--batch-sizes", "1,8,32")
         if shape in options.dummy_shapes:
             found.append(Step(f"rounds-{shape}", rounds, ("kernels",), 8))
@@ -141,8 +155,24 @@ def steps(out: Path, options: argparse.Namespace) -> list[Step]:
         spec_options = [word for spec in specs for word in ("--spec", spec)]
         environment = {"VLLM_BATCH_INVARIANT": str(invariant)}
         needs = (f"inflate-{options.small}",)
-        found.append(Step(name, [*crossspec, *bench, *spec_options, "--json", "{json}"], needs, 5, None, environment))
+        found.append(Step(name, [*crossspec, *bench, *spec_options, "--json", "{json}"], needs, 5, env=environment))
     return found
+
+
+def _identity_steps(
+    number: int, group: Sequence[str], bench: Sequence[str], out: Path, needs: tuple[str, ...]
+) -> Iterator[Step]:
+    """The texts of a group at pocket size in float32, without CUDA graphs and with them, which stand on the first."""
+    command = [*bench, "--model", str(POCKET / "target"), "--dtype", "float32", "--json", "{json}", "--ignore-eos"]
+    command += ["--batch-sizes", "8", "--limit", "1", "--max-tokens", "48", "--gpu-memory-utilization", "0.1"]
+    words = {}
+    for name in group:
+        words[name] = ("--spec", str(_write_spec(out / "specs" / "pocket" / f"{name}.json", METHODS[name], POCKET)))
+    eager = [*command, "--enforce-eager", *(word for pair in words.values() for word in pair)]
+    yield Step(f"eager-identity-{number}", eager, needs, 2, _identical)
+    choices = tuple((f"eager-identity-{number}/{name}", pair) for name, pair in words.items())
+    graphs = [*command, "--engine-args", GRAPHS]
+    yield Step(f"identity-{number}", graphs, (), 2, _identical, choices=choices)
 
 
 def _identical(document: dict[str, Any]) -> dict[str, str | None]:
@@ -193,6 +223,8 @@ class Campaign:
             if self._has_passed(step.name) or (only and not any(step.name.startswith(name) for name in only)):
                 continue
             missing = [name for name in step.needs if not self._has_passed(name)]
+            if step.choices and not any(self._has_passed(need) for need, _ in step.choices):
+                missing += [need for need, _ in step.choices]
             if missing:
                 self._skip(step, f"needs {', '.join(missing)}")
             elif self.spent + step.minutes > self.minutes:
@@ -208,7 +240,8 @@ class Campaign:
     def _run(self, step: Step) -> None:
         document, log = self.out / f"{step.name}.json", self.out / f"{step.name}.log"
         document.unlink(missing_ok=True)
-        command = [word.replace("{json}", str(document)) for word in step.command]
+        chosen = [word for need, words in step.choices if self._has_passed(need) for word in words]
+        command = [word.replace("{json}", str(document)) for word in [*step.command, *chosen]]
         limit = 60 * min(STEP_MINUTES, self.minutes - self.spent)
         earlier = self.state.get(step.name, {}).get("seconds", 0.0)
         print(f"{step.name}: {shlex.join(command)}", flush=True)
@@ -236,7 +269,7 @@ class Campaign:
 
     def _note(self, step: Step, why: str, seconds: float, passed_parts: Sequence[str]) -> None:
         status = "failed" if why else "passed"
-        self._write(step, {"status": status, "why": why, "seconds": round(seconds, 1), "passed_parts": passed_parts})
+        self._write(step, {"status": status, "why": why, "seconds": round(seconds, 3), "passed_parts": passed_parts})
 
     def _skip(self, step: Step, why: str) -> None:
         """Keep what an earlier call has seen of the step."""
@@ -271,11 +304,12 @@ def _last_line(log: Path) -> str:
 def tables(campaign: Campaign, options: argparse.Namespace) -> str:
     """The page of results, from the documents that there are."""
     lines = ["# Results on a GPU", "", f"Made by `benchmarks/campaign.py` from {len(campaign.state)} steps."]
-    for shape in (options.large, options.small):
-        rows = list(_bench_rows(campaign.out, shape))
+    groups = [str(number) for number in range(1 + len(IDENTITY_GROUPS))]
+    for shape, how in itertools.product((options.large, options.small), ("CUDA graphs", "compiled")):
+        rows = list(_bench_rows(campaign.out, shape, groups if how == "CUDA graphs" else [how]))
         if rows:
             sizes = sorted({row["batch_size"] for _, row in rows})
-            lines += ["", f"## {shape}: tokens a second, and times plain", ""]
+            lines += ["", f"## {shape}, {how}: tokens a second, and times plain", ""]
             lines += ["| method | " + " | ".join(f"batch {size}" for size in sizes) + " | identical |"]
             lines += ["|---" * (len(sizes) + 2) + "|"]
             for name in dict.fromkeys(name for name, _ in rows):
@@ -288,17 +322,18 @@ def tables(campaign: Campaign, options: argparse.Namespace) -> str:
     lines += ["", "## Steps", "", "| step | how it went | seconds |", "|---|---|---|"]
     for name, state in campaign.state.items():
         why = f": {state['why']}" if state["why"] else ""
-        lines.append(f"| {name} | {state['status']}{why} | {state.get('seconds', '')} |")
+        lines.append(f"| {name} | {state['status']}{why} | {state.get('seconds', 0.0):.0f} |")
     return "\n".join(lines) + "\n"
 
 
-def _bench_rows(out: Path, shape: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name in (*NATIVE, *TIMED):
-        file = out / f"bench-{shape}-{name}.json"
+def _bench_rows(out: Path, shape: str, numbers: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows over all categories of a shape's documents."""
+    for number in numbers:
+        file = out / f"bench-{shape}-{number}.json"
         if file.is_file():
             for row in json.loads(file.read_text())["rows"]:
-                if row["category"] == "all" and row["method"] == name:
-                    yield name, row
+                if row["category"] == "all" and row["method"] != PLAIN:
+                    yield row["method"], row
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -312,6 +347,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the inflated models")
     add("--device", default="cuda", help="where they are made")
     add("--batch-sizes", default="1,8,32,64", help="requests at a time, comma-separated")
+    add("--memory", type=float, default=0.23, help="share of the GPU for each of at most four engines")
     add("--check", help="a command to run before all others, such as a check of vLLM's own kernels")
     add("--only", default="", help="only steps whose names begin so, comma-separated")
     add("--list", action="store_true", help="print the steps and how they went, and run none")

@@ -92,13 +92,31 @@ def test_what_does_not_fit_into_the_minutes_is_left(tmp_path):
 @pytest.mark.parametrize("shape", ["8b", "0.2b"])
 def test_every_step_stands_on_steps_before_it(tmp_path, shape):
     options = module.arguments(["--out", str(tmp_path), "--large", shape])
-    seen = set()
+    seen, timed = set(), set()
     for step in module.steps(tmp_path, options):
-        assert {name.partition("/")[0] for name in step.needs} <= seen
+        assert {name.partition("/")[0] for name in (*step.needs, *(need for need, _ in step.choices))} <= seen
         assert step.name not in seen and step.minutes <= module.STEP_MINUTES
         seen.add(step.name)
-    assert {f"bench-{shape}-{name}" for name in (*module.NATIVE, *module.TIMED)} <= seen
+        if step.name.startswith(f"bench-{shape}-"):
+            timed |= {Path(words[1]).stem for _, words in step.choices}
+    assert timed == {*module.NATIVE, *module.TIMED}
     assert set(module.TIMED) <= set(METHODS)
+
+
+def test_a_method_with_another_text_is_left_out_of_its_group(tmp_path):
+    rows = [{"method": "dart", "identical_to_plain": False}, {"method": "eagle3", "identical_to_plain": True}]
+    choices = (("identity/dart", ("--spec", "dart")), ("identity/eagle3", ("--spec", "eagle3")))
+    told = command(f"import sys; open({str(tmp_path / 'told')!r}, 'w').write(' '.join(sys.argv[1:]))")
+    steps = [
+        Step("identity", writing({"rows": rows}), parts=module._identical),
+        Step("bench", told, choices=choices),
+        Step("alone", told, choices=choices[:1]),
+    ]
+    campaign = Campaign(tmp_path, 40)
+    campaign.run(steps)
+    assert statuses(campaign) == {"identity": "failed", "bench": "passed", "alone": "skipped"}
+    assert (tmp_path / "told").read_text() == "--spec eagle3"
+    assert campaign.state["alone"]["why"] == "needs identity/dart"
 
 
 def test_the_page_has_a_row_for_each_method_and_step(tmp_path):
@@ -115,7 +133,7 @@ def test_the_page_has_a_row_for_each_method_and_step(tmp_path):
         for n in (1, 8)
     ]
     campaign = Campaign(tmp_path, 40)
-    campaign.run([Step("bench-8b-eagle3", writing({"rows": rows})), Step("kernels", command("raise SystemExit(1)"))])
+    campaign.run([Step("bench-8b-1", writing({"rows": rows})), Step("kernels", command("raise SystemExit(1)"))])
     page = module.tables(campaign, options)
     assert "| eagle3 | 100 (2.50x) | 800 (2.50x) | yes |" in page
     assert "| kernels | failed: exit code 1: no output |" in page
