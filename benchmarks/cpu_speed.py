@@ -1,0 +1,147 @@
+"""Tokens a second on a CPU, of plain generation, vLLM's own drafters and each of ours, at a real model's shape.
+
+    python benchmarks/cpu_speed.py --out runs/cpu                      # both shapes, an hour on two cores
+    python benchmarks/cpu_speed.py --out runs/cpu --shapes 0.2b --report docs/results
+
+The models are the pocket's, inflated: their text and their acceptance at the cost of the shape, see
+docs/inflated-models.md. All methods answer the same prompts by turns (`crossspec bench`), in float32: every text
+must be plain's. Trees are as small as a CPU wants them, and `by_batch_size` is "auto" where a method has trees. The
+*limit* of a row is its speedup if a round were the target's pass alone: its tokens a round, times plain's round, by its
+own target's pass.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm_crossspec.cli.demo import located
+
+POCKET = Path(__file__).resolve().parent.parent / "vllm_crossspec" / "pocket"
+
+BFLOAT16 = {"dtype": "bfloat16"}
+EAGLE3 = {"method": "eagle3", "model": "{models}/eagle3"}
+DFLASH = {"method": "dflash", "model": "{models}/dflash"}
+DYNAMIC = {"type": "dynamic", "depth": 5, "top_k": 4, "num_nodes": 8}
+BEST_FIRST = {"type": "best_first", "num_nodes": 8}
+
+SPECS: dict[str, dict[str, Any]] = {
+    "vllm-eagle3": {**EAGLE3, "num_speculative_tokens": 4},
+    "vllm-dflash": {**DFLASH, "num_speculative_tokens": 5},
+    "eagle3": {**EAGLE3, **BFLOAT16, "num_speculative_tokens": 4, "tree": {"type": "chain"}},
+    "dflash": {**DFLASH, **BFLOAT16, "num_speculative_tokens": 5, "tree": {"type": "chain"}},
+    "eagle3-tree": {**EAGLE3, **BFLOAT16, "tree": DYNAMIC},
+    "dflash-tree": {**DFLASH, **BFLOAT16, "num_speculative_tokens": 7, "tree": BEST_FIRST},
+    "dart": {
+        "method": "dart",
+        "model": "{models}/dart",
+        "ngram": "{models}/ngram/store.safetensors",
+        **BFLOAT16,
+        "tree": {"type": "continuity", "num_nodes": 8},
+    },
+    "confu": {"method": "confu", "model": "{models}/confu", **BFLOAT16, "num_speculative_tokens": 4},
+    "flashhead": {
+        "method": "flashhead",
+        "model": "{models}/draft-model",
+        "num_speculative_tokens": 4,
+        "head": "{models}/flashhead-draft-model",
+    },
+    "whiflash": {
+        "method": "whiflash",
+        "drafters": {
+            "eagle3": {"model": "{models}/eagle3", **BFLOAT16, "tree": DYNAMIC},
+            "dflash": {"model": "{models}/dflash", **BFLOAT16, "num_speculative_tokens": 7, "tree": BEST_FIRST},
+        },
+        "router": {"policy": "neural", "model": "{models}/router"},
+    },
+}
+"""What is compared; a config without a key of ours is vLLM's own method."""
+CROSSSPEC = (sys.executable, "-m", "vllm_crossspec.cli.app")
+
+
+def write_models(shape: str, folder: Path) -> Path:
+    """The inflated models of a shape; made once."""
+    models = folder / "models" / shape
+    if not (models / "inflated.json").is_file():
+        command = [*CROSSSPEC, "inflate", "--shape", shape, "--dtype", "float32", "--device", "cpu", "--no-check"]
+        subprocess.run([*command, "--overwrite", "--out", str(models)], check=True)
+    return models
+
+
+def write_specs(models: Path, folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    """One file for each method."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(located(SPECS[name], models), indent=1) + "\n")
+        yield file
+
+
+def write_prompts(file: Path, each: int) -> Path:
+    """The first of each category of the demo's prompts, as one category: more than the most requests at a time."""
+    rows = [json.loads(line) for line in (POCKET / "prompts.jsonl").read_text().splitlines()]
+    of: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        of.setdefault(row["category"], []).append({**row, "category": "mixed"})
+    chosen = [row for turn in zip(*(found[:each] for found in of.values()), strict=True) for row in turn]
+    file.write_text("".join(json.dumps(row) + "\n" for row in chosen))
+    return file
+
+
+def table(rows: Sequence[dict[str, Any]], batch_size: int) -> Iterator[str]:
+    """The rows of one batch size, as Markdown."""
+    own = {row["method"]: row for row in rows if row["batch_size"] == batch_size and row["category"] == "all"}
+    plain = own["plain"]["round_shares"]
+    columns = ("tokens/s", "times plain", "limit", "tokens a round", "drafts", "ms a round: target, draft, rest")
+    yield f"| batch {batch_size} | {' | '.join(columns)} |"
+    yield "|---|---|---|---|---|---|---|"
+    for name, row in own.items():
+        shares = row["round_shares"]
+        parts = ", ".join(f"{1e3 * shares['seconds'] * shares[part]:.0f}" for part in ("target", "draft", "rest"))
+        limit = row["tokens_per_round"] * plain["seconds"] / (shares["seconds"] * shares["target"])
+        least, most = row["speedup_range"]
+        drafts = row["num_draft_tokens"] / row["num_rounds"]
+        different = " (**another text**)" if row["identical_to_plain"] is False else ""
+        yield (
+            f"| {name}{different} | {row['tokens_per_second']:.1f} | {row['speedup']:.2f} ({least:.2f} to {most:.2f}) "
+            f"| {limit:.2f} | {row['tokens_per_round']:.2f} | {drafts:.1f} | {1e3 * shares['seconds']:.0f}: {parts} |"
+        )
+
+
+def main() -> None:
+    """Measure every shape, and print its tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder of models, configs and documents")
+    add("--shapes", default="0.2b,0.6b", help="of crossspec inflate, comma-separated")
+    add("--methods", default=",".join(SPECS), help="comma-separated, beside plain")
+    add("--batch-sizes", default="1,4", help="requests at a time, comma-separated")
+    add("--repeats", type=int, default=3, help="turns of every method")
+    add("--each", type=int, default=2, help="prompts of each of the four categories")
+    add("--max-tokens", type=int, default=64, help="of an answer; all have so many")
+    add("--report", type=Path, help="write the HTML reports to this folder")
+    add("--tables-only", action="store_true", help="print the tables of the documents that are there")
+    options = parser.parse_args()
+    report = options.report or options.out
+    for shape in options.shapes.split(","):
+        document = options.out / f"cpu-{shape}.json"
+        if not options.tables_only:
+            models = write_models(shape, options.out)
+            specs = write_specs(models, options.out / "specs" / shape, options.methods.split(","))
+            prompts = write_prompts(options.out / "prompts.jsonl", options.each)
+            command = [*CROSSSPEC, "bench", "--model", str(models / "target"), "--dtype", "float32"]
+            command += [word for spec in specs for word in ("--spec", str(spec))]
+            command += ["--prompts", str(prompts), "--batch-sizes", options.batch_sizes, "--ignore-eos"]
+            command += ["--max-tokens", str(options.max_tokens), "--repeats", str(options.repeats)]
+            command += ["--max-model-len", "512", "--json", str(document), "--html", str(report / f"cpu-{shape}.html")]
+            subprocess.run(command, check=True)
+        rows = json.loads(document.read_text())["rows"]
+        for size in options.batch_sizes.split(","):
+            print(f"\n{shape}\n", *table(rows, int(size)), sep="\n")
+
+
+if __name__ == "__main__":
+    main()
