@@ -72,7 +72,7 @@ class Written:
         def do_kv_cache_update(layer: Any, key: Any, value: Any, kv_cache: Any, slots: torch.Tensor) -> None:
             live = slots >= 0
             for kept, new in zip(self.shadow if self.shadowing else self.real, (key, value), strict=True):
-                kept[slots[live]] = new[: len(slots)][live].float()
+                kept[slots[live].cpu()] = new[: len(slots)][live].float().cpu()
             if not self.shadowing:
                 write(layer, key, value, kv_cache, slots)
 
@@ -99,7 +99,7 @@ def keep_shadows(worker: Any) -> None:
         """What an always-active drafter does: this round's accepted tokens, now."""
         counts = host.computed[slots] - latest["before"]
         firsts = latest["step"].batch.query_start_loc_np[: len(slots)].astype(np.int64)
-        rows = torch.from_numpy(ranges(firsts, counts))
+        rows = torch.from_numpy(ranges(firsts, counts)).to(latest["tapped"][0].device)
         taps = [latest["tapped"][i].index_select(0, rows) for i in host.tap_indices[name]]
         features = host.proposers[name].fuse(torch.cat(taps, dim=-1))
         own_rows = np.arange(counts.sum(), dtype=np.int64)
@@ -129,7 +129,8 @@ def _compare(worker: Any, host: Any, name: str, written: list[Written]) -> None:
     slots = torch.from_numpy(np.repeat(live, ends))
     group = host.proposers[name].kv_groups[0]
     size = host.block_tables.block_sizes[group]
-    kv_slots = host.block_tables.block_tables[group].gpu[slots, positions // size].long() * size + positions % size
+    table = host.block_tables.block_tables[group].gpu.cpu()
+    kv_slots = table[slots, positions // size].long() * size + positions % size
     for layer in written:
         for real, wanted in zip(layer.real, layer.shadow, strict=True):
             same = (real[kv_slots] == wanted[kv_slots]).flatten(1).all(dim=1)

@@ -113,6 +113,8 @@ def prepare(implementation, step, max_depth, num_soft=0, **options):
 def step_inputs(*, input_ids, positions, query_start_loc, idx_mapping, next_prefill_tokens=None, **verdict):
     """A :class:`StepInputs` of what drafters' first rows are made of; ``verdict`` are fields of its own."""
     verdict = {name: given.to(DEVICE) for name, given in verdict.items()}
+    if next_prefill_tokens is not None:
+        next_prefill_tokens = next_prefill_tokens.to(DEVICE)
     batch = SimpleNamespace(
         input_ids=input_ids.to(DEVICE),
         positions=positions.to(DEVICE),

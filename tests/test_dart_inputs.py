@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from steps import step_inputs
+from steps import DEVICE, step_inputs
 
 from vllm_crossspec.drafters.dart import inputs, naive
 from vllm_crossspec.ngram.contexts import last_tokens
@@ -15,7 +15,7 @@ def poisoned(num_slots, num_targets, num_queries, capacity):
     """Buffers full of what nobody should find there."""
 
     def full(size, dtype=torch.int64):
-        return torch.full((size,), -777, dtype=dtype)
+        return torch.full((size,), -777, dtype=dtype, device=DEVICE)
 
     rows = num_slots * num_queries
     return inputs.DartRows(
@@ -63,7 +63,7 @@ def batch(generator, num_reqs, num_slots, longest, max_model_len):
         temperature=torch.rand(num_slots, generator=generator),
         seeds=draw(0, 1 << 40, num_slots),
     )
-    return step, {"block_table": table, "block_size": BLOCK_SIZE, "max_model_len": max_model_len}
+    return step, {"block_table": table.to(DEVICE), "block_size": BLOCK_SIZE, "max_model_len": max_model_len}
 
 
 @pytest.mark.parametrize("takes_last", [False, True])
@@ -88,12 +88,12 @@ def test_rows_that_are_kept_are_the_twins(width, kept):
     """A verification of trees: rows enough, of which only the first can have been accepted."""
     generator = torch.Generator().manual_seed(width)
     step, cache = batch(generator, 4, 6, width, max_model_len=width + 40)
-    step.batch.query_start_loc = torch.arange(5, dtype=torch.int32) * width
+    step.batch.query_start_loc = torch.arange(5, dtype=torch.int32, device=DEVICE) * width
     step.batch.num_scheduled_tokens = torch.full((4,), width)
-    step.batch.positions = (torch.arange(4)[:, None] * 3 + torch.arange(width)).flatten()
-    step.batch.input_ids = torch.randint(0, 500, (4 * width,), generator=generator).to(torch.int32)
+    step.batch.positions = (torch.arange(4)[:, None] * 3 + torch.arange(width)).flatten().to(DEVICE)
+    step.batch.input_ids = torch.randint(0, 500, (4 * width,), generator=generator).to(DEVICE, torch.int32)
     accepted = torch.randint(1, kept + 1, (4,), generator=generator)
-    step = step._replace(num_rejected=(width - accepted).to(torch.int32))
+    step = step._replace(num_rejected=(width - accepted).to(DEVICE, torch.int32))
     found, wanted = (poisoned(6, 4 * width, 8, 48) for _ in range(2))
     common = cache | {"num_queries": 8, "takes_last": False, "kept": kept}
     inputs.prepare_rows(step, **common, out=found)
@@ -121,7 +121,7 @@ def test_every_row_has_its_place():
     )
     inputs.prepare_rows(
         step,
-        block_table=torch.tensor([[5, 6, 7], [8, 9, 0]], dtype=torch.int32),
+        block_table=torch.tensor([[5, 6, 7], [8, 9, 0]], dtype=torch.int32, device=DEVICE),
         block_size=4,
         num_queries=3,
         max_model_len=12,
@@ -144,10 +144,10 @@ def test_every_row_has_its_place():
 @pytest.mark.parametrize("width", [1, 2, 3, 4])
 def test_contexts_are_the_twins(width):
     generator = torch.Generator().manual_seed(width)
-    all_token_ids = torch.randint(0, 500, (6, 30), generator=generator).to(torch.int32)
-    num_computed = torch.tensor([0, 1, 2, 17, 29, 40], dtype=torch.int32)
-    idx_mapping = torch.tensor([3, 0, -1, 5, 1, 2, 4], dtype=torch.int32)
-    found = torch.full((7, width), -777)
+    all_token_ids = torch.randint(0, 500, (6, 30), generator=generator).to(DEVICE, torch.int32)
+    num_computed = torch.tensor([0, 1, 2, 17, 29, 40], dtype=torch.int32, device=DEVICE)
+    idx_mapping = torch.tensor([3, 0, -1, 5, 1, 2, 4], dtype=torch.int32, device=DEVICE)
+    found = torch.full((7, width), -777, device=DEVICE)
     last_tokens(idx_mapping=idx_mapping, num_computed=num_computed, all_token_ids=all_token_ids, contexts=found)
     assert torch.equal(found, last_tokens_naive(idx_mapping, num_computed, all_token_ids, width))
     assert found[0].tolist() == all_token_ids[3, 18 - width : 18].tolist()

@@ -165,7 +165,7 @@ def test_what_is_new_costs_and_is_not_seen(big):
         for name in ("self_attn.o_proj", "mlp.down_proj"):
             assert not new[f"model.layers.{layer}.{name}.weight"].any()
     up, wide = old["model.layers.0.mlp.up_proj.weight"], new["model.layers.0.mlp.up_proj.weight"]
-    assert torch.equal(wide[: len(up), :256], up) and (wide[:, 256:] != 0).all()
+    assert torch.equal(wide[: len(up), :256], up) and (wide[:, 256:] != 0).float().mean() > 0.9999
     assert not new["model.embed_tokens.weight"][:, 256:].any()
 
 
