@@ -1,6 +1,6 @@
 """Tokens a second on a CPU, of plain generation, vLLM's own drafters and each of ours, at a real model's shape.
 
-    python benchmarks/cpu_speed.py --out runs/cpu                      # both shapes, an hour on two cores
+    python benchmarks/cpu_speed.py --out runs/cpu                      # both shapes, an hour or two on two cores
     python benchmarks/cpu_speed.py --out runs/cpu --shapes 0.2b --report docs/results
 
 The models are the pocket's, inflated: their text and their acceptance at the cost of the shape, see
@@ -23,39 +23,43 @@ from vllm_crossspec.cli.demo import located
 POCKET = Path(__file__).resolve().parent.parent / "vllm_crossspec" / "pocket"
 
 BFLOAT16 = {"dtype": "bfloat16"}
-EAGLE3 = {"method": "eagle3", "model": "{models}/eagle3"}
-DFLASH = {"method": "dflash", "model": "{models}/dflash"}
-DYNAMIC = {"type": "dynamic", "depth": 5, "top_k": 4, "num_nodes": 8}
+EAGLE3 = {"method": "eagle3", "model": "{pocket}/eagle3"}
+DFLASH = {"method": "dflash", "model": "{pocket}/dflash"}
+DRAFT_MODEL = {"method": "draft_model", "model": "{pocket}/draft-model"}
+CHAIN = {"tree": {"type": "chain"}}
+DYNAMIC = {"type": "dynamic", "depth": 7, "top_k": 3, "num_nodes": 8}
 BEST_FIRST = {"type": "best_first", "num_nodes": 8}
 
 SPECS: dict[str, dict[str, Any]] = {
     "vllm-eagle3": {**EAGLE3, "num_speculative_tokens": 4},
-    "vllm-dflash": {**DFLASH, "num_speculative_tokens": 5},
-    "eagle3": {**EAGLE3, **BFLOAT16, "num_speculative_tokens": 4, "tree": {"type": "chain"}},
-    "dflash": {**DFLASH, **BFLOAT16, "num_speculative_tokens": 5, "tree": {"type": "chain"}},
+    "vllm-dflash": {**DFLASH, "num_speculative_tokens": 7},
+    "eagle3": {**EAGLE3, **BFLOAT16, **CHAIN, "num_speculative_tokens": 4},
+    "dflash": {**DFLASH, **BFLOAT16, **CHAIN, "num_speculative_tokens": 7},
     "eagle3-tree": {**EAGLE3, **BFLOAT16, "tree": DYNAMIC},
-    "dflash-tree": {**DFLASH, **BFLOAT16, "num_speculative_tokens": 7, "tree": BEST_FIRST},
     "dart": {
         "method": "dart",
-        "model": "{models}/dart",
-        "ngram": "{models}/ngram/store.safetensors",
+        "model": "{pocket}/dart",
+        "ngram": "{pocket}/ngram/store.safetensors",
         **BFLOAT16,
-        "tree": {"type": "continuity", "num_nodes": 8},
+        "tree": {"type": "continuity", "num_nodes": 8, "beam_width": 8, "top_k": 8},
     },
-    "confu": {"method": "confu", "model": "{models}/confu", **BFLOAT16, "num_speculative_tokens": 4},
+    "vllm-draft-model": {**DRAFT_MODEL, "num_speculative_tokens": 5},
+    "draft-model": {**DRAFT_MODEL, **CHAIN, "num_speculative_tokens": 5},
+    "dflash-tree": {**DFLASH, **BFLOAT16, "num_speculative_tokens": 7, "tree": BEST_FIRST},
+    "confu": {"method": "confu", "model": "{pocket}/confu", **BFLOAT16, "num_speculative_tokens": 4},
     "flashhead": {
         "method": "flashhead",
-        "model": "{models}/draft-model",
-        "num_speculative_tokens": 4,
-        "head": "{models}/flashhead-draft-model",
+        "model": "{pocket}/draft-model",
+        "num_speculative_tokens": 5,
+        "head": "{pocket}/flashhead-draft-model",
     },
     "whiflash": {
         "method": "whiflash",
         "drafters": {
-            "eagle3": {"model": "{models}/eagle3", **BFLOAT16, "tree": DYNAMIC},
-            "dflash": {"model": "{models}/dflash", **BFLOAT16, "num_speculative_tokens": 7, "tree": BEST_FIRST},
+            "eagle3": {"model": "{pocket}/eagle3", **BFLOAT16, "tree": DYNAMIC},
+            "dflash": {"model": "{pocket}/dflash", **BFLOAT16, "num_speculative_tokens": 7, "tree": BEST_FIRST},
         },
-        "router": {"policy": "neural", "model": "{models}/router"},
+        "router": {"policy": "neural", "model": "{pocket}/router"},
     },
 }
 """What is compared; a config without a key of ours is vLLM's own method."""
@@ -94,14 +98,13 @@ def write_prompts(file: Path, each: int) -> Path:
 def table(rows: Sequence[dict[str, Any]], batch_size: int) -> Iterator[str]:
     """The rows of one batch size, as Markdown."""
     own = {row["method"]: row for row in rows if row["batch_size"] == batch_size and row["category"] == "all"}
-    plain = own["plain"]["round_shares"]
     columns = ("tokens/s", "times plain", "limit", "tokens a round", "drafts", "ms a round: target, draft, rest")
     yield f"| batch {batch_size} | {' | '.join(columns)} |"
     yield "|---|---|---|---|---|---|---|"
     for name, row in own.items():
         shares = row["round_shares"]
         parts = ", ".join(f"{1e3 * shares['seconds'] * shares[part]:.0f}" for part in ("target", "draft", "rest"))
-        limit = row["tokens_per_round"] * plain["seconds"] / (shares["seconds"] * shares["target"])
+        limit = row["tokens_per_round"] * row["plain_seconds"] / (shares["seconds"] * shares["target"])
         least, most = row["speedup_range"]
         drafts = row["num_draft_tokens"] / row["num_rounds"]
         different = " (**another text**)" if row["identical_to_plain"] is False else ""
@@ -111,8 +114,8 @@ def table(rows: Sequence[dict[str, Any]], batch_size: int) -> Iterator[str]:
         )
 
 
-def main() -> None:
-    """Measure every shape, and print its tables."""
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of models, configs and documents")
@@ -121,26 +124,58 @@ def main() -> None:
     add("--batch-sizes", default="1,4", help="requests at a time, comma-separated")
     add("--repeats", type=int, default=3, help="turns of every method")
     add("--each", type=int, default=2, help="prompts of each of the four categories")
-    add("--max-tokens", type=int, default=64, help="of an answer; all have so many")
+    add("--max-tokens", type=int, default=128, help="of an answer at most")
+    add("--enforce-eager", action="store_true", help="without vLLM's compilation, which takes a minute an engine")
+    add("--together", type=int, default=6, help="methods beside plain whose engines are up at once: about 2.6 GiB each")
     add("--report", type=Path, help="write the HTML reports to this folder")
     add("--tables-only", action="store_true", help="print the tables of the documents that are there")
-    options = parser.parse_args()
-    report = options.report or options.out
+    options = parser.parse_args(argv)
+    options.names = options.methods.split(",")
+    if unknown := [name for name in options.names if name not in SPECS]:
+        parser.error(f"--methods {unknown[0]}: choose from {', '.join(SPECS)}")
+    return options
+
+
+def main() -> None:
+    """Measure every shape in groups of methods, and print its tables."""
+    options = arguments()
+    options.out.mkdir(parents=True, exist_ok=True)
+    names = options.names
+    groups = [names[i : i + options.together] for i in range(0, len(names), options.together)]
     for shape in options.shapes.split(","):
-        document = options.out / f"cpu-{shape}.json"
-        if not options.tables_only:
-            models = write_models(shape, options.out)
-            specs = write_specs(models, options.out / "specs" / shape, options.methods.split(","))
-            prompts = write_prompts(options.out / "prompts.jsonl", options.each)
-            command = [*CROSSSPEC, "bench", "--model", str(models / "target"), "--dtype", "float32"]
-            command += [word for spec in specs for word in ("--spec", str(spec))]
-            command += ["--prompts", str(prompts), "--batch-sizes", options.batch_sizes, "--ignore-eos"]
-            command += ["--max-tokens", str(options.max_tokens), "--repeats", str(options.repeats)]
-            command += ["--max-model-len", "512", "--json", str(document), "--html", str(report / f"cpu-{shape}.html")]
-            subprocess.run(command, check=True)
-        rows = json.loads(document.read_text())["rows"]
+        rows: list[dict[str, Any]] = []
+        for number, group in enumerate(groups, start=1):
+            document = options.out / f"cpu-{shape}-{number}.json"
+            if not options.tables_only:
+                run_group(shape, group, document, options)
+            found = json.loads(document.read_text())["rows"]
+            for row in found:  # plain is compared with in its own run
+                row["plain_seconds"] = plain_seconds(found, row["batch_size"])
+            rows += [row for row in found if number == 1 or row["method"] != "plain"]
         for size in options.batch_sizes.split(","):
             print(f"\n{shape}\n", *table(rows, int(size)), sep="\n")
+
+
+def run_group(shape: str, names: Sequence[str], document: Path, options: argparse.Namespace) -> None:
+    """Plain generation and some methods in turns, in engines that all stay up."""
+    models = write_models(shape, options.out)
+    prompts = write_prompts(options.out / "prompts.jsonl", options.each)
+    command = [*CROSSSPEC, "bench", "--model", str(models / "target"), "--dtype", "float32"]
+    for spec in write_specs(models, options.out / "specs" / shape, names):
+        command += ["--spec", str(spec)]
+    command += ["--prompts", str(prompts), "--batch-sizes", options.batch_sizes]
+    command += ["--max-tokens", str(options.max_tokens), "--repeats", str(options.repeats)]
+    report = (options.report or options.out) / f"{document.stem}.html"
+    command += ["--max-model-len", "512", "--json", str(document), "--html", str(report)]
+    command += ["--enforce-eager" if options.enforce_eager else "--no-enforce-eager"]
+    if code := subprocess.run(command).returncode:
+        sys.exit(code)
+
+
+def plain_seconds(rows: Sequence[dict[str, Any]], batch_size: int) -> float:
+    """Of a round of plain generation."""
+    shares = [row["round_shares"] for row in rows if row["method"] == "plain" and row["batch_size"] == batch_size]
+    return float(shares[0]["seconds"])
 
 
 if __name__ == "__main__":

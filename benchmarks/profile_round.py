@@ -100,8 +100,8 @@ def show(documents: list[dict[str, Any]], top: int) -> None:
         print(f"| `{name}` | " + " | ".join(f"{own:.2f} | {calls:.0f}" for own, calls in cells) + " |")
 
 
-def main() -> None:
-    """Profile, or compare two profiles."""
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", type=Path, help="the target's folder")
@@ -111,13 +111,16 @@ def main() -> None:
     add("--top", type=int, default=30, help="functions to show")
     add("--json", type=Path, help="write the profile to this file")
     add("--compare", type=Path, nargs="+", help="show profiles that were written before")
-    options = parser.parse_args()
-    if options.compare:
-        documents = [json.loads(file.read_text()) for file in options.compare]
-    elif options.model:
-        documents = [profile(options)]
-    else:
+    options = parser.parse_args(argv)
+    if not (options.model or options.compare):
         parser.error("give --model, or --compare")
+    return options
+
+
+def main() -> None:
+    """Profile, or compare two profiles."""
+    options = arguments()
+    documents = [json.loads(file.read_text()) for file in options.compare or ()] or [profile(options)]
     if options.json:
         options.json.write_text(json.dumps(documents[0], indent=1) + "\n")
     show(documents, options.top)

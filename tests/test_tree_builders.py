@@ -242,6 +242,17 @@ def test_dynamic_equals_naive(reqs, nodes, depth, top_k, impossible, first_row):
             assert (out.sizes[:num_reqs] == min(nodes, top_k + (levels - 1) * top_k**2)).all()
 
 
+@pytest.mark.parametrize("levels", [1, 2, 4])
+def test_the_best_nodes_are_no_deeper_than_they_are_many(levels):
+    """So that trees of which so many nodes are verified need no further levels."""
+    sizes = {"num_nodes": 30, "depth": 6, "top_k": 3, "max_num_reqs": 3, "device": DEVICE}
+    _, whole = one_tree(DynamicTree(**sizes), 5, 3, 30, 3, 0.0, 6)
+    _, less = one_tree(DynamicTree(**sizes), 5, 3, 30, 3, 0.0, levels)
+    assert torch.equal(whole.tokens[:3, :levels], less.tokens[:3, :levels])
+    assert torch.equal(whole.parents[:3, :levels], less.parents[:3, :levels])
+    assert not torch.equal(whole.tokens[:3, :30], less.tokens[:3, :30])  # later ones are deeper
+
+
 def test_dynamic_equals_best_first_where_both_see_all_prefixes():
     """Two levels, every node expanded: both rank the same 6 + 36 prefixes."""
     log_probs, tokens = candidates(3, 3, 2, 6)

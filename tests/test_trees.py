@@ -1,6 +1,7 @@
 """Draft trees of the real drafters give plain's text in every mode; break one part and they do not."""
 
 import functools
+from typing import Any
 
 import engines
 import pytest
@@ -214,3 +215,32 @@ def test_trees_narrow_and_vanish_as_the_batch_grows(plain_greedy):
             drafted[count] = (after["draft_tokens"] - before["draft_tokens"]) / count
     # Draft tokens a request, each of 16 tokens: whole trees, the best nodes, none until some of the eight have ended.
     assert drafted[1] > 2 * drafted[4] > 4 * drafted[8]
+
+
+def count_levels(worker: Any, cut: bool) -> None:
+    """Count the drafter's passes over levels; without ``cut`` as many as the tree is deep, whatever is verified."""
+    proposer = worker.model_runner.speculator.active
+    worker.levels, forward = 0, proposer._forward_beam
+
+    def counted(*arguments: Any) -> Any:
+        worker.levels += 1
+        return forward(*arguments)
+
+    proposer._forward_beam = counted
+    if not cut:
+        proposer._depth_of = lambda step: proposer.drafts.depth
+
+
+@pytest.mark.skipif(engines.REPLAYS_GRAPHS, reason="one graph holds all levels")
+def test_levels_beyond_what_is_verified_are_not_grown(plain_greedy):
+    """Of three nodes the deepest is in level 3; those of level 5 were thrown away, and nothing else changes."""
+    spec = engines.tree("eagle3", engines.EAGLE3, num_nodes=24, depth=5, top_k=4, by_batch_size={"1": 3})
+    found = []
+    for cut in (False, True):
+        with engines.engine(spec, **SETTINGS) as llm:
+            llm.collective_rpc(count_levels, args=(cut,))
+            assert engines.generate(llm, engines.prompts(2), max_tokens=16) == plain_greedy[:2]
+            stats = llm.collective_rpc("crossspec_stats")[0]["eagle3"]
+            found.append((stats["accepted_tokens"], llm.collective_rpc(lambda worker: worker.levels)[0]))
+    (accepted, whole), (accepted_again, levels) = found
+    assert accepted == accepted_again > 0 and levels == whole / 2

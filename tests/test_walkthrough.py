@@ -117,6 +117,8 @@ NOWHERE = {
     "python benchmarks/campaign.py *": GPU,
     "python benchmarks/cpu_kernels.py": HOURS,
     "python benchmarks/cpu_lane.py": HOURS,
+    "python benchmarks/cpu_speed.py *": LARGE,
+    "python benchmarks/profile_round.py *": LARGE,
     "python benchmarks/ngram_lookup.py --reference *": "needs the clones of the papers' code",
     "python benchmarks/round_time.py*": GPU,
     "python benchmarks/switch_cost.py*": GPU,

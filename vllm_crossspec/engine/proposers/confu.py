@@ -81,7 +81,11 @@ class ConfuProposer(Eagle3TreeProposer):
         return self.root_tokens[:num_reqs, 0]
 
     def _grow(
-        self, num_reqs: int, attn_metadata: dict[str, Any] | None, num_tokens_across_dp: torch.Tensor | None
+        self,
+        num_reqs: int,
+        attn_metadata: dict[str, Any] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        depth: int | None = None,
     ) -> None:
         """The root's candidates, then the levels; arguments as of the base class."""
         self._take_futures(num_reqs)
@@ -94,7 +98,7 @@ class ConfuProposer(Eagle3TreeProposer):
         log_probs, tokens = self.head.candidates(out[first], keys, self.builder.top_k)
         self.root_log_probs[:num_reqs], self.root_tokens[:num_reqs] = log_probs, tokens
         self.hidden_states[:num_reqs] = states[first]
-        super()._grow(num_reqs, attn_metadata, num_tokens_across_dp)
+        super()._grow(num_reqs, attn_metadata, num_tokens_across_dp, depth)
 
     def _take_futures(self, num_reqs: int) -> None:
         """Each request's future, the last row of its levels: the state, and the embedding that its root chooses."""

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import S
 from vllm_crossspec.adaptive.calibration import load_policy
 from vllm_crossspec.adaptive.heterospec import AdaptivePolicy
 from vllm_crossspec.adaptive.sizer import TreeSizer
-from vllm_crossspec.contemplate.layout import planned_tokens
+from vllm_crossspec.contemplate.layout import planned_tokens, verified_nodes
 from vllm_crossspec.drafters.eagle3 import torch_ops as levels_in_torch
 from vllm_crossspec.drafters.eagle3.levels import prepare_growth, prepare_level
 from vllm_crossspec.engine.attention.base import DraftTail
@@ -190,7 +190,7 @@ class Eagle3TreeProposer(Eagle3Proposer):
             run.map_block_tables(self)
             self.level_cudagraph_manager.run_fullgraph(how.desc)
         else:
-            self._grow(*arguments)
+            self._grow(*arguments, depth=self._depth_of(step))
         if self.sizer is None:
             return None
         sizing = self.sizer.sizing(self._bins(num_reqs, options), self.builder.limits)
@@ -201,6 +201,12 @@ class Eagle3TreeProposer(Eagle3Proposer):
             else:
                 self._extend(extension, *arguments)
         return sizing
+
+    def _depth_of(self, step: StepInputs) -> int:
+        """Levels to grow: of as many nodes as the next step verifies, the best are no deeper than that."""
+        if not step.num_scheduled or self.sizer is not None:  # 0: for the record, not to be verified
+            return self.drafts.depth
+        return max(1, min(self.drafts.depth, verified_nodes(step.num_scheduled, self.contemplates)))
 
     def _prepare_growth(self) -> None:
         """Lengths and query rows of the levels, from what the first pass left in the speculator's own buffers."""
@@ -241,15 +247,19 @@ class Eagle3TreeProposer(Eagle3Proposer):
         )
 
     def _grow(
-        self, num_reqs: int, attn_metadata: dict[str, Any] | None, num_tokens_across_dp: torch.Tensor | None
+        self,
+        num_reqs: int,
+        attn_metadata: dict[str, Any] | None,
+        num_tokens_across_dp: torch.Tensor | None,
+        depth: int | None = None,
     ) -> None:
-        """All ordinary levels from the root's candidates on; no sync, so that a graph can hold it.
+        """All ordinary levels, or ``depth``, from the root's candidates on; no sync, so that a graph can hold it.
 
         The trees are finished, or, where more levels may follow, assessed.
         """
         tree = self.builder
         beam = tree.start(self.root_log_probs[:num_reqs], self.root_tokens[:num_reqs])
-        levels = range(1, self.drafts.depth)
+        levels = range(1, depth or self.drafts.depth)
         states = self._expand(levels, beam, self.hidden_states[:num_reqs], attn_metadata, num_tokens_across_dp)
         if self.sizer is not None:
             self.sizer.assess(tree.grown(), tree.limits, tree.caps)
