@@ -311,3 +311,24 @@ def test_an_engine_measures_its_steps_and_follows_the_outcome(monkeypatch):
         assert [scheduler.dynamic_sd_lookup[n] for n in (1, 2, 3, 4)] == [8, 2, 0, 0]
         assert engines.generate(llm, texts, max_tokens=8) == plain
         assert scheduler.dynamic_sd_lookup.rounds[0] >= 2 + 7  # three requests at a time, and it counts every round
+
+
+def test_plain_generation_is_tried_where_it_was_measured_too_slow():
+    """By the start-up's figures no drafts were 1.9 times worse than the best; they are the best, but for a hair."""
+
+    def real(width):
+        return 0.1 * (1 + 0.3 * width)
+
+    schedule = live(lambda width: real(width) * (1.0 if width else 1.9))
+    assert schedule[1] > 0
+    _, width = served(schedule, 6000, 1, real, lambda width: 1 + 0.28 * width)
+    assert width == 0
+
+
+def test_drafts_must_be_worth_what_is_not_timed():
+    """A gain of 5 % by rounds of decoding alone is none."""
+    schedule = live(lambda width: 0.1)
+    _, width = served(schedule, 2000, 1, lambda width: 0.1, lambda width: 1.05 if width else 1.0)
+    assert width == 0
+    _, width = served(schedule, 2000, 1, lambda width: 0.1, lambda width: 1.3 if width else 1.0)
+    assert width > 0

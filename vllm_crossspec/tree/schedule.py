@@ -35,8 +35,12 @@ PROBE_ROUNDS = 4
 FIRST_INTERVAL, LAST_INTERVAL = 64, 256
 """Rounds between two such; the interval doubles from the first to the last."""
 
-PROBE_SLACK = 0.5
-"""By how much a width may look worse than the best one to be tried."""
+PROBE_SLACK, PLAIN_SLACK = 0.5, 1.0
+"""By how much a width may look worse than the best one to be tried; and none, by which all others are judged."""
+
+PLAIN_MARGIN = 1.1
+"""By how much less a token must cost with drafts than without: what is timed are rounds of decoding alone, and prompts,
+which drafters read as well, are not among them."""
 
 
 def candidate_widths(num_nodes: int, depth: int) -> tuple[int, ...]:
@@ -111,7 +115,7 @@ class LiveSchedule:
     seconds by width and batch size (powers of two), its tokens by width, old ones forgotten. Every so often a few
     rounds are of another width that may be better, none among them, so that a start-up that was disturbed and a load
     that changes are found out; what this can cost is bounded by :data:`PROBE_ROUNDS` of every interval, and
-    :data:`PROBE_SLACK` of their time.
+    :data:`PROBE_SLACK` (of none: :data:`PLAIN_SLACK`) of their time.
 
     Indexed by running requests, as vLLM's own table is, and asked once a round.
 
@@ -129,7 +133,7 @@ class LiveSchedule:
         self._gain: defaultdict[int, _Mean] = defaultdict(_Mean)
         self._all_gains = _Mean(1.0)
         self._rounds, self._interval, self._next_probe = 0, FIRST_INTERVAL, FIRST_INTERVAL
-        self._probe, self._turn = 0, 0
+        self._probe, self._turn = 0, -1  # none comes first
         self.rounds: dict[int, int] = dict.fromkeys(self._widths, 0)
         """Rounds by width so far."""
 
@@ -174,6 +178,8 @@ class LiveSchedule:
         current = self._current.get(bucket, 0)
         costs = {width: self.seconds_per_token(width, batch) for width in self._widths}
         for width in costs:
+            if width:
+                costs[width] *= PLAIN_MARGIN
             if width != current:
                 costs[width] *= 1.02 if self._drift[width, bucket].weight else 1.1
         return min(costs, key=costs.__getitem__)
@@ -181,11 +187,12 @@ class LiveSchedule:
     def _to_probe(self, batch: int, bucket: int) -> int:
         """The next width, in turn, that may be better than the last one; that one where none may be."""
         current = self._current.get(bucket, 0)
-        most = (1 + PROBE_SLACK) * self.seconds_per_token(current, batch)
+        cost = self.seconds_per_token(current, batch)
         for _ in self._widths:
             self._turn = (self._turn + 1) % len(self._widths)
             width = self._widths[self._turn]
-            if width != current and self.seconds_per_token(width, batch) <= most:
+            slack = PROBE_SLACK if width else PLAIN_SLACK
+            if width != current and self.seconds_per_token(width, batch) <= (1 + slack) * cost:
                 return width
         return current
 
