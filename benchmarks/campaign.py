@@ -120,7 +120,7 @@ def steps(out: Path, options: argparse.Namespace) -> list[Step]:
         ]
         inflate = Step(f"inflate-{shape}", [*crossspec, *build, "--overwrite", "--no-check"], first, 2)
         bench = [*crossspec, "bench", "--model", str(models / "target"), "--dtype", options.dtype, "--json", "{json}"]
-        bench += ["--batch-sizes", options.batch_sizes, "--repeats", "2", "--ignore-eos", "--max-tokens", "96"]
+        bench += ["--batch-sizes", options.batch_sizes, "--repeats", "2", "--max-tokens", "128"]
         bench += ["--prompts", str(prompts), "--gpu-memory-utilization", str(options.memory)]
         timed: dict[str, tuple[str, tuple[str, ...]]] = {}
         for number, group in enumerate((tuple(NATIVE), *IDENTITY_GROUPS)):
@@ -163,7 +163,7 @@ def _identity_steps(
     number: int, group: Sequence[str], bench: Sequence[str], out: Path, needs: tuple[str, ...]
 ) -> Iterator[Step]:
     """The texts of a group at pocket size in float32, without CUDA graphs and with them, which stand on the first."""
-    command = [*bench, "--model", str(POCKET / "target"), "--dtype", "float32", "--json", "{json}", "--ignore-eos"]
+    command = [*bench, "--model", str(POCKET / "target"), "--dtype", "float32", "--json", "{json}"]
     command += ["--batch-sizes", "8", "--limit", "1", "--max-tokens", "48", "--gpu-memory-utilization", "0.1"]
     words = {}
     for name in group:
