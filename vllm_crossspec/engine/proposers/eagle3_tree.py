@@ -76,6 +76,8 @@ class Eagle3TreeProposer(Eagle3Proposer):
         # By turns: on a GPU a model writes over the states that it is given, and returns them as those of its children.
         self.level_states = torch.zeros(2, max_rows, self.hidden_size, dtype=self.dtype, device=device)
         self.level_positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
+        # Of the first pass's type: a compiled model takes the types that it was traced with, and looks at them no more.
+        self.level_ids = torch.zeros(max_rows, dtype=self.input_buffers.input_ids.dtype, device=device)
         levels = torch.arange(1, self.max_depth + 1, dtype=torch.int32, device=device)
         self.tail_lengths = self.shared_rows + top_k * levels
         # The states of the last ordinary level, for the levels beyond it, which another graph holds.
@@ -328,7 +330,9 @@ class Eagle3TreeProposer(Eagle3Proposer):
         rows = num_reqs * self.level_rows
         states = self._prepare_beam(level, beam, states)[:rows]
         self._attach_tails(attn_metadata, level, num_reqs, beam.masks)
-        out, states = self._forward_level(beam.tokens.reshape(rows), states, attn_metadata, num_tokens_across_dp)
+        token_ids = self.level_ids[:rows]
+        token_ids.view(num_reqs, self.level_rows).copy_(beam.tokens)
+        out, states = self._forward_level(token_ids, states, attn_metadata, num_tokens_across_dp)
         return out, states, self.level_positions[:rows]
 
     def _prepare_beam(self, level: int, beam: Beam, states: torch.Tensor) -> torch.Tensor:
