@@ -18,12 +18,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from vllm_crossspec.cli.demo import located
-
-POCKET = Path(__file__).resolve().parent.parent / "vllm_crossspec" / "pocket"
+from vllm_crossspec.cli.demo import EAGLE3, POCKET, located
 
 BFLOAT16 = {"dtype": "bfloat16"}
-EAGLE3 = {"method": "eagle3", "model": "{pocket}/eagle3"}
 DFLASH = {"method": "dflash", "model": "{pocket}/dflash"}
 DRAFT_MODEL = {"method": "draft_model", "model": "{pocket}/draft-model"}
 CHAIN = {"tree": {"type": "chain"}}
