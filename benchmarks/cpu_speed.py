@@ -15,10 +15,13 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from vllm_crossspec.adaptive.calibration import read_calibration, write_calibration
 from vllm_crossspec.cli.demo import EAGLE3, POCKET, located
+from vllm_crossspec.drafters.identity import identify
 
 BFLOAT16 = {"dtype": "bfloat16"}
 DFLASH = {"method": "dflash", "model": "{pocket}/dflash"}
@@ -50,6 +53,7 @@ SPECS: dict[str, dict[str, Any]] = {
         "num_speculative_tokens": 5,
         "head": "{pocket}/flashhead-draft-model",
     },
+    "heterospec": {**EAGLE3, **BFLOAT16, "tree": DYNAMIC, "adaptive": "{pocket}/heterospec-small/calibration.json"},
     "whiflash": {
         "method": "whiflash",
         "drafters": {
@@ -70,6 +74,20 @@ def write_models(shape: str, folder: Path) -> Path:
         command = [*CROSSSPEC, "inflate", "--shape", shape, "--dtype", "float32", "--device", "cpu", "--no-check"]
         subprocess.run([*command, "--overwrite", "--out", str(models)], check=True)
     return models
+
+
+def write_calibration_of_small_trees(models: Path, folder: Path) -> None:
+    """HeteroSpec's table for trees of this file's size: of the pocket's text, and so of the inflated pair's."""
+    own = models / "heterospec-small" / "calibration.json"
+    made = folder / "models" / "pocket-heterospec-small.json"
+    if not made.is_file():
+        spec = json.dumps(located({**EAGLE3, "tree": DYNAMIC}, POCKET))
+        command = [*CROSSSPEC, "calibrate", "heterospec", "--spec", spec, "--max-tokens", "128", "--out", str(made)]
+        subprocess.run(command, check=True)
+    if not own.is_file():
+        own.parent.mkdir()
+        target, drafter = (identify(str(models / name), str(models)) for name in ("target", "eagle3"))
+        write_calibration(own, replace(read_calibration(made, str(made)), target=target, drafter=drafter))
 
 
 def write_specs(models: Path, folder: Path, names: Sequence[str]) -> Iterator[Path]:
@@ -156,6 +174,8 @@ def main() -> None:
 def run_group(shape: str, names: Sequence[str], document: Path, options: argparse.Namespace) -> None:
     """Plain generation and some methods in turns, in engines that all stay up."""
     models = write_models(shape, options.out)
+    if "heterospec" in names:
+        write_calibration_of_small_trees(models, options.out)
     prompts = write_prompts(options.out / "prompts.jsonl", options.each)
     command = [*CROSSSPEC, "bench", "--model", str(models / "target"), "--dtype", "float32"]
     for spec in write_specs(models, options.out / "specs" / shape, names):

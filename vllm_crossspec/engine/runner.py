@@ -106,12 +106,13 @@ class MatchRunner(Native):
         slots = [self.req_states.req_id_to_index[request.req_id] for request in requests]
         for slot, request in zip(slots, requests, strict=True):
             self.draft_state.modes[slot] = draft_mode(request.sampling_params, self.chains_only)
+        self.speculator.add_requests(slots, [request.num_computed_tokens for request in requests])
         for feature in self.features.values():
             feature.added(requests, slots)
         self.draft_state.take_modes(self.speculator.kept.stores_shapes)
 
     def finish_requests(self, scheduler_output: Any) -> None:
-        """Requests that leave together are told to the features together."""
+        """Requests that leave together are told to the speculator and the features together."""
         leaving = scheduler_output.finished_req_ids | (scheduler_output.preempted_req_ids or set())
         slots = (self.req_states.req_id_to_index.get(req_id) for req_id in leaving)
         self._leave(sorted(slot for slot in slots if slot is not None))
@@ -124,7 +125,10 @@ class MatchRunner(Native):
         return super()._remove_request(req_id)
 
     def _leave(self, slots: list[int]) -> None:
-        for feature in self.features.values() if slots else ():
+        if not slots:
+            return
+        self.speculator.remove_requests(slots)
+        for feature in self.features.values():
             feature.removed(slots)
 
     # -- the step ---------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
-"""Routing as the runner sees it: requests and logits that the router needs, and what is timed for it (WhiFlash)."""
+"""Routing as the runner sees it: the logits that the router needs, and what is timed for it (WhiFlash)."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ COMPILED_BATCHES = (1, 2, 16)
 
 
 class Routing(Feature):
-    """Tells the routed speculator of requests, and its router of the target's logits."""
+    """Shows the router the target's logits, and has its kernels compiled before anyone waits for them."""
 
     name = "routing"
 
@@ -62,14 +61,6 @@ class Routing(Feature):
             num_tokens = num_reqs * runner.decode_query_len
             if num_reqs <= runner.max_num_reqs and num_tokens <= runner.max_num_tokens:
                 runner._dummy_run(num_tokens, uniform_decode=True, skip_eplb=True)
-
-    def added(self, requests: Sequence[Any], slots: list[int]) -> None:
-        """See the base class."""
-        self.speculator.add_requests(slots, [request.num_computed_tokens for request in requests])
-
-    def removed(self, slots: list[int]) -> None:
-        """What drafters still have to take in of requests that leave together is taken in together."""
-        self.speculator.remove_requests(slots)
 
     def sampled(self, step: Step, final_states: torch.Tensor) -> None:
         """Show the router the logits after each request's last accepted token."""

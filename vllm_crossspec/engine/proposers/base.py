@@ -116,7 +116,7 @@ class Proposer(ABC):
         is_local = self.use_local_argmax_reduction and not self.drafts.is_coupled and self.drafts.head is None
         return draft_logits is not None or self.use_acceptance_estimator or is_local
 
-    # -- for a host that routes: what the drafter misses is kept as features, and caught up with later --------
+    # -- for rounds in which others draft, or nobody: what it misses is kept, and caught up with later --------
 
     def fuse(self, tapped_states: torch.Tensor) -> torch.Tensor:
         """The drafter's own features [n, F] of the target states that it taps, [n, taps * H]."""
@@ -138,6 +138,11 @@ class Proposer(ABC):
     def start_rows(self, step: StepInputs) -> StepInputs:
         """Complete the inputs of a round that starts from one row a request; block tables are the batch's already."""
         return step
+
+    @property
+    def writes_context(self) -> bool:
+        """Whether it offers :meth:`write_context`."""
+        return True
 
     @property
     def kv_groups(self) -> list[int]:

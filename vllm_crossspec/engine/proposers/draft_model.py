@@ -72,6 +72,8 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
         """Everything but the drafting: prompts and the first pass, which leave the whole text in the cache."""
         self._round(step, 1)
 
+    writes_context = False
+
     def write_context(
         self, features: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, kv_slots: list[torch.Tensor]
     ) -> None:

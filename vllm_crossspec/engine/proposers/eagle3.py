@@ -25,7 +25,7 @@ class Eagle3Proposer(HeadSampling, EagleSpeculator, Proposer):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
         super().__init__(vllm_config, device, name, drafts)
         num_layers = self.draft_model_config.hf_config.num_hidden_layers
-        if drafts.from_one_row and num_layers != 1:  # a second layer's keys would need the first's attention
+        if drafts.from_one_row and not self.writes_context:
             raise ValueError(
                 f"speculative_config.drafters.{name}.model: {self.draft_model_config.model} has {num_layers} layers, "
                 "but beside other drafters an EAGLE-3 drafter has one; use it alone"
@@ -99,6 +99,11 @@ class Eagle3Proposer(HeadSampling, EagleSpeculator, Proposer):
         """The attention's work plan of :meth:`start_rows`' pass, captured ahead of it; the arguments are vLLM's."""
         if attn_metadata is not None:
             self._update_draft_decode_metadata(attn_metadata, num_reqs)
+
+    @property
+    def writes_context(self) -> bool:
+        """A second layer's keys would need the first's attention."""
+        return self.draft_model_config.hf_config.num_hidden_layers == 1
 
     @torch.inference_mode()
     def write_context(

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.logger import init_logger
+from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
+from vllm_crossspec.catchup.kernels import locate
 from vllm_crossspec.config import settings_of
 from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.engine.draft_settings import draft_settings
@@ -156,6 +158,14 @@ class Speculator(StandInSpeculator):
         for proposer in self.proposers.values():
             proposer.capture()
 
+    # -- requests come and go ---------------------------------------------------------------------------------
+
+    def add_requests(self, slots: list[int], num_computed: list[int]) -> None:
+        """Requests take slots; the first tokens of each, so many, were found in the prefix cache."""
+
+    def remove_requests(self, slots: list[int]) -> None:
+        """Requests leave their slots (ended, aborted or preempted); others may still find their blocks."""
+
     # -- the round --------------------------------------------------------------------------------------------
 
     def observe_verification(
@@ -204,6 +214,31 @@ class Speculator(StandInSpeculator):
         for feature in self.features.values():
             feature.drafted(name, batch, drafted)
         return tokens
+
+    def write_context(self, name: str, features: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor) -> None:
+        """A drafter takes accepted tokens into its cache: keys and values of them, and nothing else.
+
+        Args:
+            name: of the drafter, which has a cache.
+            features: [n, F] of its ``fuse``.
+            slots: int64 [n] request slots; negative for padding.
+            positions: int64 [n].
+        """
+        proposer, tables = self.proposers[name], self.block_tables
+        next_tokens, kv_slots = torch.empty_like(slots), []
+        for group in proposer.kv_groups:
+            kv_slots.append(torch.empty_like(slots))
+            locate(
+                slots=slots,
+                positions=positions,
+                block_table=tables.block_tables[group].gpu,
+                block_size=tables.block_sizes[group],
+                all_token_ids=self.req_states.all_token_ids.gpu,
+                kv_slots=kv_slots[-1],
+                next_tokens=next_tokens,
+                pad=PAD_SLOT_ID,
+            )
+        proposer.write_context(features, next_tokens, positions, kv_slots)
 
     # -- figures ----------------------------------------------------------------------------------------------
 

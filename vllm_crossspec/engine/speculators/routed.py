@@ -11,11 +11,10 @@ from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
 from vllm.utils.torch_utils import async_tensor_h2d
-from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 
 from vllm_crossspec.arrays import Array, ranges
 from vllm_crossspec.catchup.backlog import NO_SLOT, Backlog, StepRows, Tokens
-from vllm_crossspec.catchup.kernels import accepted_lengths, join_rows, locate
+from vllm_crossspec.catchup.kernels import accepted_lengths, join_rows
 from vllm_crossspec.catchup.naive import join_rows_naive
 from vllm_crossspec.engine.graphs.context import ContextGraphs
 from vllm_crossspec.engine.proposers.base import empty_tree
@@ -121,7 +120,7 @@ class RoutedSpeculator(Speculator):
     # -- requests come and go ---------------------------------------------------------------------------------
 
     def add_requests(self, slots: list[int], num_computed: list[int]) -> None:
-        """Requests take slots; the first tokens of each, so many, were found in the prefix cache."""
+        """See the base class."""
         self.computed[slots], self.live[slots] = num_computed, True
         for backlog in self.backlogs.values():
             backlog.cached[slots] = num_computed
@@ -135,7 +134,7 @@ class RoutedSpeculator(Speculator):
         self._shares_prefix |= any(num_computed)
 
     def remove_requests(self, slots: list[int]) -> None:
-        """Requests leave their slots (ended, aborted or preempted); others may still find their blocks."""
+        """See the base class; what drafters still have to take in of those that leave together goes in together."""
         leaving = np.array([slot for slot in slots if self.live[slot]], dtype=np.int64)
         if not len(leaving):
             return
@@ -304,22 +303,8 @@ class RoutedSpeculator(Speculator):
 
     def _write_eagerly(self, name: str, features: torch.Tensor, packed: torch.Tensor) -> None:
         """The same for int64 [3, n] tokens on the device; those of no slot are padding."""
-        proposer, tables = self.proposers[name], self.block_tables
         slots, positions, rows = packed[0], packed[1], packed[2]
-        next_tokens, kv_slots = torch.empty_like(slots), []
-        for group in proposer.kv_groups:
-            kv_slots.append(torch.empty_like(slots))
-            locate(
-                slots=slots,
-                positions=positions,
-                block_table=tables.block_tables[group].gpu,
-                block_size=tables.block_sizes[group],
-                all_token_ids=self.req_states.all_token_ids.gpu,
-                kv_slots=kv_slots[-1],
-                next_tokens=next_tokens,
-                pad=PAD_SLOT_ID,
-            )
-        proposer.write_context(features.index_select(0, rows), next_tokens, positions, kv_slots)
+        self.write_context(name, features.index_select(0, rows), slots, positions)
 
     def _draft(self, name: str, step: StepInputs, slots: Array, rows: Array) -> None:
         """One drafter drafts for the requests of ``rows``, from the last accepted token of each."""
