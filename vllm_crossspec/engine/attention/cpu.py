@@ -110,6 +110,12 @@ class _Part(NamedTuple):
     hidden: torch.Tensor | None
     sees_prompts: bool = False
 
+    @property
+    def is_one_row(self) -> bool:
+        """Whether it is a request's newest token, which sees everything before it: without drafts most are."""
+        is_one = self.rows.stop - self.rows.start == 1
+        return is_one and self.hidden is None and not self.sees_prompts and self.num_keys > 0
+
 
 @dataclass
 class _Prefixes:
@@ -285,6 +291,9 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         if num_soft not in reused:
             reused[num_soft] = self._parts(attn_metadata, tail, num_soft)
         for part in reused[num_soft]:
+            if part.is_one_row and kv_cache.dtype == query.dtype == torch.float32:
+                attend_row(query[part.rows.start], kv_cache, part.request, self.scale, output[part.rows.start])
+                continue
             keys, values = self._halves(self._gather(kv_cache, part.request, part.num_keys))
             if part.sees_prompts:
                 assert soft is not None
@@ -448,3 +457,38 @@ def attend(
         # A row that sees nothing (in vLLM's dummy runs) was divided by nothing.
         out.masked_fill_(hidden.isneginf().all(1)[:, None, None], 0.0)
     return out
+
+
+def attend_row(
+    query: torch.Tensor, kv_cache: torch.Tensor, request: _Request, scale: float, output: torch.Tensor
+) -> None:
+    """:func:`attend` for one row that sees all tokens of its request, all in float32: read in place, block by block.
+
+    Args:
+        query: [Hq, Dh].
+        kv_cache: [blocks, Hkv, block_size, 2 * Dh].
+        request: whose newest token it is.
+        scale: of the logits.
+        output: [Hq, Dh], written.
+    """
+    _, num_kv_heads, block_size, width = kv_cache.shape
+    block_stride, head_stride, token_stride, _ = kv_cache.stride()
+    head_size, length, first = width // 2, request.length, kv_cache.storage_offset()
+    query, output = query.reshape(num_kv_heads, -1, head_size), output.view(num_kv_heads, -1, head_size)
+    spans = [
+        (first + block * block_stride, start, min(start + block_size, length))
+        for start, block in zip(range(0, length, block_size), request.blocks, strict=False)
+    ]
+    logits = []
+    for offset, start, stop in spans:
+        shape, strides = (num_kv_heads, head_size, stop - start), (head_stride, 1, token_stride)
+        logits.append(torch.bmm(query, kv_cache.as_strided(shape, strides, offset)))
+    whole = logits[0] if len(logits) == 1 else torch.cat(logits, dim=-1)
+    shares = torch.softmax(whole.mul_(scale), dim=-1)
+    for offset, start, stop in spans:
+        shape, strides = (num_kv_heads, stop - start, head_size), (head_stride, token_stride, 1)
+        values = kv_cache.as_strided(shape, strides, offset + head_size)
+        if start == 0:
+            torch.bmm(shares[..., :stop], values, out=output)
+        else:
+            output.baddbmm_(shares[..., start:stop], values)
