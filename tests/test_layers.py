@@ -53,6 +53,7 @@ ROOMS = [
     "kv_compaction",
     "verify",
     "contemplate",
+    "lookup",
     "tree",
     "ngram",
     "router",

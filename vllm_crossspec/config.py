@@ -70,8 +70,10 @@ class TreeConfig(Settings):
         type: ``chain`` is the drafter's first choice at every position; ``dynamic`` expands the best nodes depth by
             depth and keeps the best of all (EAGLE-2, section 4; autoregressive drafters); ``best_first`` keeps the
             most probable prefixes under the product of marginals (parallel drafters); ``continuity`` searches them
-            with a beam, by n-grams too (DART, algorithm 1 and appendix D; parallel drafters). Left out, it is the
-            drafter's own kind of tree where one of the sizes is given, else a chain; some kinds always draft trees.
+            with a beam, by n-grams too (DART, algorithm 1 and appendix D; parallel drafters); ``matches`` keeps the
+            most frequent prefixes of what was found (SuffixDecoding, section 3.2; drafters without weights). Left out,
+            it is the drafter's own kind of tree where one of the sizes is given, else a chain; some kinds always draft
+            trees.
         depth: deepest level of a ``dynamic`` tree, tokens.
         top_k: children of a node and width of a level; for the others, candidates at a position.
         num_nodes: draft tokens that the target verifies at once.
@@ -85,7 +87,7 @@ class TreeConfig(Settings):
             parallelism, in Triton's interpreter) has no schedule. ``{"1": 60}`` keeps the whole tree at every load.
     """
 
-    type: Literal["chain", "dynamic", "best_first", "continuity"] = "chain"
+    type: Literal["chain", "dynamic", "best_first", "continuity", "matches"] = "chain"
     depth: StrictInt | None = Field(None, ge=1, le=MAX_DEPTH)
     top_k: StrictInt | None = Field(None, ge=1, le=255)
     num_nodes: StrictInt | None = Field(None, ge=1, le=MAX_DRAFT_TOKENS)
@@ -141,6 +143,25 @@ class HeadConfig(Settings):
     centroid_dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = None
 
 
+class LookupConfig(Settings):
+    """What a drafter without weights looks for; left out, as its kind has it.
+
+    Attributes:
+        min_match: fewest of the last tokens that must have stood together before.
+        max_match: most that are compared; the longest match counts.
+        num_matches: places of a request's own text that a tree is made of, and as many of earlier outputs.
+        share: whether requests draft from what others were answered. One user's text can then show in how long
+            another's answer takes: for operators whose users trust each other. Of drafters that can.
+        cache_tokens: most tokens of earlier outputs that are kept with ``share``, the newest.
+    """
+
+    min_match: StrictInt | None = Field(None, ge=1, le=64)
+    max_match: StrictInt | None = Field(None, ge=1, le=64)
+    num_matches: StrictInt | None = Field(None, ge=1, le=32)
+    share: StrictBool = False
+    cache_tokens: StrictInt = Field(1 << 20, ge=64, le=1 << 26)
+
+
 class AdaptiveConfig(Settings):
     """How deep and wide the tree of one request is in one round; a path alone stands for ``model``.
 
@@ -189,24 +210,26 @@ class DrafterConfig(Settings):
 
     Attributes:
         kind: entry of the drafter registry (``drafters.base``).
-        model: folder or hub id of its checkpoint.
+        model: folder or hub id of its checkpoint; empty for one that has none.
         num_speculative_tokens: most tokens that it drafts in a round; None before it is resolved.
         tree: what its candidates become.
         ngram: the store that helps to build its trees; None for none.
         head: its output layer; None for the checkpoint's own.
         adaptive: what sizes its trees by request and round; None: all are the same.
+        lookup: what a drafter without weights looks for; None for the others.
         dtype: what its matrix products are computed in, on a CPU; None: the target's own type.
         target_layers: target layers that it taps in vLLM's numbering; empty before they are resolved.
         native: keys that vLLM's own SpeculativeConfig understands, handed through.
     """
 
     kind: str
-    model: str = Field(min_length=1)
+    model: str
     num_speculative_tokens: StrictInt | None = Field(None, ge=1, le=MAX_DRAFT_TOKENS)
     tree: TreeConfig = TreeConfig()
     ngram: Annotated[NgramConfig, BeforeValidator(_path_alone)] | None = None
     head: Annotated[HeadConfig, BeforeValidator(_path_alone)] | None = None
     adaptive: Annotated[AdaptiveConfig, BeforeValidator(_path_alone)] | None = None
+    lookup: LookupConfig | None = None
     dtype: Literal["bfloat16"] | None = None
     target_layers: tuple[int, ...] = ()
     native: dict[str, Any] = {}

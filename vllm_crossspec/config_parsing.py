@@ -17,6 +17,7 @@ from vllm_crossspec.config import (
     CrossSpecConfig,
     DrafterConfig,
     HeadConfig,
+    LookupConfig,
     NgramConfig,
     RouterConfig,
     Settings,
@@ -26,7 +27,7 @@ from vllm_crossspec.drafters.base import DrafterKind, drafter_kind, drafter_kind
 from vllm_crossspec.names import nearest
 from vllm_crossspec.tree.base import tree_kind
 
-OUR_KEYS = ("tree", "ngram", "head", "adaptive", "dtype", "verification", "drafters", "router")
+OUR_KEYS = ("tree", "ngram", "head", "adaptive", "lookup", "dtype", "verification", "drafters", "router")
 MAX_EXPANSION = 4096
 """Most prefixes that a level of a searched tree may look at."""
 _TOP_KEYS = ("verification", "draft_sample_method")
@@ -35,6 +36,7 @@ _PARTS: dict[str, type[Settings]] = {
     "ngram": NgramConfig,
     "head": HeadConfig,
     "adaptive": AdaptiveConfig,
+    "lookup": LookupConfig,
     "router": RouterConfig,
 }
 _REJECTION_KEYS = {"rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"}
@@ -158,6 +160,14 @@ def _check_parts(drafter: DrafterConfig, kind: DrafterKind, path: str) -> None:
         raise ValueError(
             f"{path}ngram helps 'best_first' and 'continuity' trees, and this drafter drafts "
             f"{tree.type!r}; leave it out, or change {path}tree.type"
+        )
+    lookup = drafter.lookup
+    if lookup is not None and kind.has_model:
+        raise ValueError(f"{path}lookup is for drafters without weights, not for a {kind.name} drafter; leave it out")
+    if lookup is not None and (lookup.min_match or 1) > (lookup.max_match or 1):
+        raise ValueError(
+            f"{path}lookup.min_match is {lookup.min_match}, and at most {lookup.max_match} tokens are compared "
+            "(max_match); make it smaller"
         )
     if drafter.ngram is None and tree.ngram_weight:
         raise ValueError(f"{path}tree.ngram_weight needs n-grams; name a store in {path}ngram")
@@ -313,12 +323,17 @@ def _check_router(config: CrossSpecConfig) -> None:
 
 def _drafter(kind: str, raw: Mapping[str, Any], path: str, native_keys: Collection[str]) -> DrafterConfig:
     own_kind = drafter_kind(kind, f"speculative_config.{path}type")
-    ours = ("model", "num_speculative_tokens", "tree", "ngram", "head", "adaptive", "dtype")
+    ours = ("model", "num_speculative_tokens", "tree", "ngram", "head", "adaptive", "lookup", "dtype")
     native = [k for k in native_keys if k not in ("method", *_TOP_KEYS, *ours)]
     _check_keys(raw, (*ours, *native), path)
-    if "model" not in raw:
-        raise ValueError(f"speculative_config.{path}model is missing; give the drafter's folder or hub id")
     fields = {k: raw[k] for k in ours if k in raw}
+    if not own_kind.has_model:
+        _check_without_model(own_kind, raw, path)
+        fields["model"] = ""
+        if isinstance(lookup := fields.get("lookup", {}), Mapping):
+            fields["lookup"] = {**own_kind.lookup, **lookup}
+    elif not raw.get("model"):
+        raise ValueError(f"speculative_config.{path}model is missing; give the drafter's folder or hub id")
     tree = fields.get("tree")
     if own_kind.drafts_trees:
         tree = fields.setdefault("tree", {})
@@ -329,6 +344,26 @@ def _drafter(kind: str, raw: Mapping[str, Any], path: str, native_keys: Collecti
         if isinstance(head, Mapping):
             fields["head"] = {"type": own_kind.head, **head}
     return _build(DrafterConfig, {"kind": kind, **fields, "native": {k: raw[k] for k in raw if k not in ours}}, path)
+
+
+def _check_without_model(kind: DrafterKind, raw: Mapping[str, Any], path: str) -> None:
+    """Refuse what a drafter without weights has no use for, and what is another's."""
+    if "model" in raw:
+        raise ValueError(f"speculative_config.{path}model: a {kind.name} drafter has no weights; leave it out")
+    for native, own in (("prompt_lookup_min", "min_match"), ("prompt_lookup_max", "max_match")):
+        if native in raw:
+            raise ValueError(
+                f"speculative_config.{path}{native} belongs to vLLM's own 'ngram'; here it is "
+                f'"lookup": {{"{own}": {raw[native]!r}}}'
+            )
+    lookup = raw.get("lookup", {})
+    if isinstance(lookup, Mapping) and "share" not in kind.lookup:
+        for key in ("share", "cache_tokens"):
+            if key in lookup:
+                raise ValueError(
+                    f"speculative_config.{path}lookup.{key}: a {kind.name} drafter looks into the request's own text "
+                    "alone; leave it out, or use 'suffix'"
+                )
 
 
 def _check_keys(raw: Mapping[str, Any], known: Collection[str], path: str) -> None:

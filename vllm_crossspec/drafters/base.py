@@ -49,6 +49,9 @@ class DrafterKind(NamedTuple):
         trainer: ``module:name`` of the ``cli.train_drafters.Trainer`` behind its command in `crossspec train`; empty
             where there is none. Of this project's kinds only.
         preloads: modules of vLLM that an engine imports for it, for the server of forks (``engine.jobs.preload``).
+        lookup: what its ``lookup`` settings are where the user says nothing (``config.LookupConfig``), for one that has
+            no weights and drafts from text at hand; empty for the others. With ``share`` in it, it can keep earlier
+            outputs.
         inflate: module with ``recipes(source, target)`` and ``config(source, target, folder)``, by which checkpoints
             grow with their target (``crossspec inflate``); empty where they cannot.
     """
@@ -77,14 +80,20 @@ class DrafterKind(NamedTuple):
     head_states: str = ""
     trainer: str = ""
     preloads: tuple[str, ...] = ()
+    lookup: Mapping[str, int | bool] = MappingProxyType({})
     inflate: str = ""
+
+    @property
+    def has_model(self) -> bool:
+        """Whether there is a checkpoint."""
+        return not self.lookup
 
     def load_proposer(self, is_tree: bool = False) -> Any:
         """The proposer's class, of chains or of trees; imports vLLM."""
         return load(self.tree_proposer if is_tree else self.proposer)
 
 
-_NAMES = ("eagle3", "dflash", "dart", "confu", "draft_model", "flashhead")
+_NAMES = ("eagle3", "dflash", "dart", "confu", "draft_model", "flashhead", "ngram", "suffix")
 _OWN = {name: f"vllm_crossspec.drafters.{name}:KIND" for name in _NAMES}
 
 

@@ -21,7 +21,7 @@ def check_drafter(
 
     Args:
         kind: of the drafter, a registry entry.
-        model: local folder or hub id.
+        model: local folder or hub id; unread for a kind without weights.
         key: of the speculative config that named it, for messages.
         target: what it must fit.
         revision: of a hub repository.
@@ -31,8 +31,11 @@ def check_drafter(
         ValueError: one sentence naming ``key`` and what is wrong: no such folder, not a drafter of this kind, another
             target's, or damaged weight files.
     """
-    config = read_config(model, key, revision)
-    facts = import_module(drafter_kind(kind, key).checkpoint).read_facts(config, key, target)
+    found = drafter_kind(kind, key)
+    config = read_config(model, key, revision) if found.has_model else {}
+    facts: DrafterFacts = import_module(found.checkpoint).read_facts(config, key, target)
+    if not found.has_model:
+        return facts
     _check_fits(facts, key, target)
     if has_weights and Path(model).expanduser().is_dir():
         check_weight_files(Path(model).expanduser(), key)

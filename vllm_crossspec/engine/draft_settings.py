@@ -2,7 +2,15 @@
 
 from typing import NamedTuple
 
-from vllm_crossspec.config import AdaptiveConfig, CrossSpecConfig, DrafterConfig, HeadConfig, NgramConfig, TreeConfig
+from vllm_crossspec.config import (
+    AdaptiveConfig,
+    CrossSpecConfig,
+    DrafterConfig,
+    HeadConfig,
+    LookupConfig,
+    NgramConfig,
+    TreeConfig,
+)
 
 
 class DraftSettings(NamedTuple):
@@ -21,6 +29,7 @@ class DraftSettings(NamedTuple):
         tree: all of the user's tree settings; None for a chain.
         ngram: and of the n-gram store; None without one.
         head: of the output layer; None for the checkpoint's own.
+        lookup: of what a drafter without weights looks for; None for the others.
         adaptive: of what sizes trees by request and round; None: all are the same.
     """
 
@@ -35,6 +44,7 @@ class DraftSettings(NamedTuple):
     tree: TreeConfig | None = None
     ngram: NgramConfig | None = None
     head: HeadConfig | None = None
+    lookup: LookupConfig | None = None
     adaptive: AdaptiveConfig | None = None
 
     @property
@@ -58,6 +68,7 @@ def draft_settings(settings: CrossSpecConfig, drafter: DrafterConfig) -> DraftSe
         tree=None if tree.is_chain else tree,
         ngram=drafter.ngram,
         head=drafter.head,
+        lookup=drafter.lookup,
         adaptive=drafter.adaptive,
         from_one_row=settings.is_routed and settings.router is not None and settings.router.policy != "record",
     )

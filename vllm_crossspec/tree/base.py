@@ -7,12 +7,13 @@ from typing import Any, Literal, NamedTuple
 
 from vllm_crossspec.names import look_up
 
-Supply = Literal["tokens", "levels", "marginals"]
+Supply = Literal["tokens", "levels", "marginals", "matches"]
 """What a drafter can yield.
 
 tokens: its first choice at every position. levels: candidates of any beam of nodes, one level after another (an
 autoregressive drafter that can be asked about several branches). marginals: the likeliest tokens of every position
-with their log-probabilities, all at once (a parallel drafter).
+with their log-probabilities, all at once (a parallel drafter). matches: whole continuations (a drafter that looks for
+the last tokens in text at hand).
 """
 
 
@@ -59,6 +60,12 @@ KINDS = {
             needs="marginals",
             defaults=MappingProxyType({"num_nodes": 60, "ngram_weight": 0.5}),
             ngram_builder="vllm_crossspec.tree.continuity:ContinuityTree",
+        ),
+        TreeKind(
+            name="matches",
+            builder="vllm_crossspec.lookup.trees:match_tree",
+            needs="matches",
+            defaults=MappingProxyType({"num_nodes": 60}),
         ),
         TreeKind(
             name="continuity",

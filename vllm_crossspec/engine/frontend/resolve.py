@@ -43,7 +43,7 @@ def resolve(settings: CrossSpecConfig, target: TargetFacts, has_weights: bool = 
             update={
                 "num_speculative_tokens": num_tokens,
                 "target_layers": facts.target_layers,
-                "model": str(folder) if folder.is_dir() else drafter.model,
+                "model": str(folder) if drafter.model and folder.is_dir() else drafter.model,
                 "tree": tree,
             }
         )

@@ -79,6 +79,9 @@ class Proposer(ABC):
     def catch_up(self, step: StepInputs) -> None:
         """Take the step's accepted tokens into the drafter's cache; draft nothing."""
 
+    def requests_leave(self, slots: list[int]) -> None:  # noqa: B027
+        """The requests of these slots leave them: ended, aborted or preempted."""
+
     # -- the output layer -------------------------------------------------------------------------------------
 
     @property

@@ -1,4 +1,4 @@
-"""Drafters that keep nothing of the text: no layers in the KV cache, no states of the target."""
+"""Drafters without layers in the KV cache, and without states of the target."""
 
 from abc import abstractmethod
 from typing import Any
@@ -12,13 +12,8 @@ from vllm_crossspec.engine.proposers.base import Proposer
 from vllm_crossspec.types import Candidates, StepInputs
 
 
-class StatelessProposer(Proposer):
-    """A chain of K tokens from the last accepted token of each request, and from nothing else.
-
-    A descendant loads what it drafts with (:meth:`load`) and drafts (:meth:`draft`). Alone and beside others it costs
-    the engine no cache, no tapped layer and, while others draft, no work: there is nothing to catch up with. Whoever
-    needs more than the last token overrides :meth:`propose_step`.
-    """
+class CachelessProposer(Proposer):
+    """No layers in the KV cache, no states of the target: while others draft there is nothing to catch up with."""
 
     num_query_per_req = 1
     num_extra_query_per_req = 0
@@ -37,6 +32,39 @@ class StatelessProposer(Proposer):
         self.model = nn.Module()
         self.draft_attn_layer_names: set[str] = set()
         self.attn_groups: list[Any] = []
+
+    # -- what others do here, and this has no need of -------------------------------------------------------------
+
+    def catch_up(self, step: StepInputs) -> None:
+        """Nothing is missed."""
+
+    def fuse(self, tapped_states: torch.Tensor) -> torch.Tensor:
+        """No state is tapped: [n, 0]."""
+        return tapped_states
+
+    def write_context(
+        self, features: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, kv_slots: list[torch.Tensor]
+    ) -> None:
+        """There is no cache."""
+
+    def set_attn(self, *arguments: Any, **options: Any) -> None:
+        """There is no attention."""
+
+    def set_eplb_state(self, eplb_state: Any) -> None:
+        """There are no experts."""
+
+    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
+        """What it launches is not captured."""
+
+    def capture(self) -> None:
+        """As :meth:`init_cudagraph_manager`."""
+
+
+class StatelessProposer(CachelessProposer):
+    """A chain of K tokens from the last accepted token of each request, and from nothing else.
+
+    A descendant loads what it drafts with (:meth:`load`) and drafts (:meth:`draft`).
+    """
 
     @abstractmethod
     def load(self, folder: str) -> None:
@@ -65,29 +93,3 @@ class StatelessProposer(Proposer):
         """Draft from the last tokens. A request inside its prompt gets a draft that nobody reads."""
         slots = step.batch.idx_mapping[: step.batch.num_reqs]
         return Candidates(tokens=self.draft(step.last_sampled.view(-1)[slots]))
-
-    # -- what others do here, and this has no need of -------------------------------------------------------------
-
-    def catch_up(self, step: StepInputs) -> None:
-        """Nothing is missed."""
-
-    def fuse(self, tapped_states: torch.Tensor) -> torch.Tensor:
-        """No state is tapped: [n, 0]."""
-        return tapped_states
-
-    def write_context(
-        self, features: torch.Tensor, next_tokens: torch.Tensor, positions: torch.Tensor, kv_slots: list[torch.Tensor]
-    ) -> None:
-        """There is no cache."""
-
-    def set_attn(self, *arguments: Any, **options: Any) -> None:
-        """There is no attention."""
-
-    def set_eplb_state(self, eplb_state: Any) -> None:
-        """There are no experts."""
-
-    def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
-        """What it launches is not captured."""
-
-    def capture(self) -> None:
-        """As :meth:`init_cudagraph_manager`."""

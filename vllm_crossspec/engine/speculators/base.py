@@ -165,6 +165,8 @@ class Speculator(StandInSpeculator):
 
     def remove_requests(self, slots: list[int]) -> None:
         """Requests leave their slots (ended, aborted or preempted); others may still find their blocks."""
+        for proposer in self.proposers.values() if self._serving else ():
+            proposer.requests_leave(slots)
 
     # -- the round --------------------------------------------------------------------------------------------
 

@@ -135,6 +135,7 @@ class RoutedSpeculator(Speculator):
 
     def remove_requests(self, slots: list[int]) -> None:
         """See the base class; what drafters still have to take in of those that leave together goes in together."""
+        super().remove_requests(slots)
         leaving = np.array([slot for slot in slots if self.live[slot]], dtype=np.int64)
         if not len(leaving):
             return

@@ -31,6 +31,7 @@ class SingleSpeculator(Speculator):
 
     def remove_requests(self, slots: list[int]) -> None:
         """Their blocks go to others, or are found by others."""
+        super().remove_requests(slots)
         self._take_in_deferred()
 
     def round(self, step: StepInputs) -> torch.Tensor:

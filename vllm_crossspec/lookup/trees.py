@@ -1,0 +1,118 @@
+"""The best prefixes of the continuations that were found, as a draft tree; one launch, one program a request.
+
+Continuations that begin alike share their nodes, as in a suffix tree. A node's probability is the share of the weight
+of all matches that pass through it, the estimate of SuffixDecoding (Oliaro et al. 2024, section 3.2) over places of
+several lengths: a place counts twice as much as one where a token less agrees. A weight of 1 stands for all that was
+never seen. Best first, as every other tree of ours, so that any number of its first nodes is a tree.
+
+Shape legend: R requests, M matches of a request, D tokens of a continuation, N draft nodes.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+import triton
+import triton.language as tl
+
+from vllm_crossspec.lookup.kernels import Matches
+from vllm_crossspec.types import TokenTree
+
+MAX_CANDIDATES = 512
+"""Most tokens of all continuations of a request: what a program holds at once."""
+
+
+def weight_of(length: int) -> float:
+    """What a place counts where so many tokens agree."""
+    return 2.0 ** min(length, 16)
+
+
+@triton.jit
+def _match_tree_kernel(
+    continuations_ptr,  # int32 [R, M, D]
+    lengths_ptr,  # int32 [R, M]
+    counts_ptr,  # float32 [R, M]
+    num_matches,
+    depth,
+    tokens_ptr,  # int64 [R, width]
+    tokens_stride,
+    parents_ptr,  # int32 [R, width]
+    parents_stride,
+    log_probs_ptr,  # float32 [R, width]
+    log_probs_stride,
+    sizes_ptr,  # int32 [R]
+    num_nodes,
+    width,
+    MATCHES: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    request = tl.program_id(0).to(tl.int64)
+    match = tl.arange(0, MATCHES)
+    is_match = match < num_matches
+    length = tl.load(lengths_ptr + request * num_matches + match, mask=is_match, other=0)
+    count = tl.load(counts_ptr + request * num_matches + match, mask=is_match, other=0.0)
+    weight = tl.where(length > 0, tl.exp2(tl.minimum(length, 16).to(tl.float32)) * count, 0.0)
+    total = 1.0 + tl.sum(weight, axis=0)
+
+    # Level by level: which match is the first one that begins alike, and how much weight does so. A node stands at
+    # [level, that match]; levels lead, so that of equal nodes the parent comes first.
+    level_of = tl.arange(0, DEPTH)
+    place = level_of[:, None] * MATCHES + match[None, :]
+    score = tl.full([DEPTH, MATCHES], 0.0, tl.float32)
+    token_of = tl.zeros([DEPTH, MATCHES], tl.int32)
+    above = tl.zeros([DEPTH, MATCHES], tl.int32)
+    same = tl.zeros([MATCHES], tl.int32)
+    for level in range(depth):
+        token = tl.load(
+            continuations_ptr + (request * num_matches + match) * depth + level,
+            mask=is_match & (length > 0) & (same >= 0),
+            other=-1,
+        )
+        alike = (token[:, None] == token[None, :]) & (same[:, None] == same[None, :]) & (token[:, None] >= 0)
+        first = tl.min(tl.where(alike, match[None, :], MATCHES), axis=1)
+        mass = tl.sum(tl.where(alike, weight[None, :], 0.0), axis=1)
+        is_node = (first == match) & (token >= 0)
+        here = level_of[:, None] == level
+        score = tl.where(here & is_node[None, :], mass[None, :], score)
+        token_of = tl.where(here, token[None, :], token_of)
+        above = tl.where(here, same[None, :], above)
+        same = tl.where(token >= 0, first, -1)
+
+    row_of = tl.zeros([DEPTH, MATCHES], tl.int32)
+    size = 0
+    for node in range(num_nodes):
+        best = tl.max(tl.max(score, axis=1), axis=0)
+        at = tl.min(tl.min(tl.where(score == best, place, DEPTH * MATCHES), axis=1), axis=0)
+        is_node = best > 0.0
+        chosen = place == at
+        token = tl.sum(tl.sum(tl.where(chosen, token_of, 0), axis=1), axis=0)
+        parent_at = at - at % MATCHES - MATCHES + tl.sum(tl.sum(tl.where(chosen, above, 0), axis=1), axis=0)
+        parent = tl.sum(tl.sum(tl.where(place == parent_at, row_of, 0), axis=1), axis=0)  # 0, the root's, in level 0
+        row_of = tl.where(chosen, node + 1, row_of)
+        score = tl.where(chosen, 0.0, score)
+        tl.store(tokens_ptr + request * tokens_stride + node, tl.where(is_node, token, 0).to(tl.int64))
+        tl.store(parents_ptr + request * parents_stride + node, tl.where(is_node, parent, 0))
+        log_prob = tl.where(is_node, tl.log(tl.maximum(best, 1e-30) / total), float("-inf"))
+        tl.store(log_probs_ptr + request * log_probs_stride + node, log_prob)
+        size += is_node.to(tl.int32)
+    tl.store(sizes_ptr + request, size)
+
+    rest = tl.arange(0, 256)
+    is_rest = (rest >= num_nodes) & (rest < width)
+    tl.store(tokens_ptr + request * tokens_stride + rest, tl.zeros([256], tl.int64), mask=is_rest)
+    tl.store(parents_ptr + request * parents_stride + rest, tl.zeros([256], tl.int32), mask=is_rest)
+    tl.store(log_probs_ptr + request * log_probs_stride + rest, tl.full([256], float("-inf"), tl.float32), mask=is_rest)
+
+
+def match_tree(matches: Matches, *, num_nodes: int, out: TokenTree) -> None:
+    """The ``num_nodes`` likeliest prefixes of every request's continuations, in falling order.
+
+    Args:
+        matches: of R requests; at most :data:`MAX_CANDIDATES` tokens of a request, M and D taken as powers of 2.
+        num_nodes: most nodes of a tree, at most 255.
+        out: its first R rows are written over their whole width. Dead nodes get token 0, parent 0 and log-probability
+            -inf; a request without matches has a tree of size 0.
+    """
+    num_reqs, num_matches, depth = matches.continuations.shape
+    sizes = {"MATCHES": triton.next_power_of_2(num_matches), "DEPTH": triton.next_power_of_2(depth)}
+    assert sizes["MATCHES"] * sizes["DEPTH"] <= MAX_CANDIDATES and 1 <= num_nodes <= out.tokens.shape[1] <= 255
+    _match_tree_kernel[(num_reqs,)](
+        *matches, num_matches, depth, *out.arguments, num_nodes, out.tokens.shape[1], **sizes, num_warps=1
+    )
