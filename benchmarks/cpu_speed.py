@@ -29,6 +29,14 @@ DRAFT_MODEL = {"method": "draft_model", "model": "{pocket}/draft-model"}
 CHAIN = {"tree": {"type": "chain"}}
 DYNAMIC = {"type": "dynamic", "depth": 7, "top_k": 3, "num_nodes": 8}
 BEST_FIRST = {"type": "best_first", "num_nodes": 8}
+ARMS: dict[str, dict[str, Any]] = {
+    "tree": {"type": "eagle3", "model": "{pocket}/eagle3", **BFLOAT16, "tree": DYNAMIC},
+    "chain": {"of": "tree", "num_speculative_tokens": 4},
+    "dflash": {"model": "{pocket}/dflash", **BFLOAT16, "num_speculative_tokens": 7, "tree": BEST_FIRST},
+    "suffix": {"tree": {"num_nodes": 8}},
+    "plain": {"type": "none"},
+}
+"""What a router by goodput chooses from; alone, by policy `fixed`, each is a method of its own."""
 
 SPECS: dict[str, dict[str, Any]] = {
     "vllm-eagle3": {**EAGLE3, "num_speculative_tokens": 4},
@@ -62,6 +70,12 @@ SPECS: dict[str, dict[str, Any]] = {
         },
         "router": {"policy": "neural", "model": "{pocket}/router"},
     },
+    "suffix": {"method": "suffix", "tree": {"num_nodes": 8}},
+    **{
+        f"arm-{name}": {"method": "whiflash", "drafters": ARMS, "router": {"policy": "fixed", "drafter": name}}
+        for name in ARMS
+    },
+    "goodput": {"method": "whiflash", "drafters": ARMS, "router": {"policy": "goodput"}},
 }
 """What is compared; a config without a key of ours is vLLM's own method."""
 CROSSSPEC = (sys.executable, "-m", "vllm_crossspec.cli.app")
@@ -136,6 +150,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, required=True, help="folder of models, configs and documents")
     add("--shapes", default="0.2b,0.6b", help="of crossspec inflate, comma-separated")
     add("--methods", default=",".join(SPECS), help="comma-separated, beside plain")
+    add("--name", default="cpu", help="what the documents' names begin with")
     add("--batch-sizes", default="1,4", help="requests at a time, comma-separated")
     add("--repeats", type=int, default=3, help="turns of every method")
     add("--each", type=int, default=2, help="prompts of each of the four categories")
@@ -160,7 +175,7 @@ def main() -> None:
     for shape in options.shapes.split(","):
         rows: list[dict[str, Any]] = []
         for number, group in enumerate(groups, start=1):
-            document = options.out / f"cpu-{shape}-{number}.json"
+            document = options.out / f"{options.name}-{shape}-{number}.json"
             if not options.tables_only:
                 run_group(shape, group, document, options)
             found = json.loads(document.read_text())["rows"]

@@ -186,7 +186,8 @@ class RouterConfig(Settings):
 
     Attributes:
         policy: ``fixed`` is always ``drafter``; ``entropy`` and ``neural`` are WhiFlash's (Kwon et al. 2026, section
-            3.3); ``goodput`` takes the drafter with the most expected tokens per second. ``record`` is what
+            3.3); ``goodput`` takes the drafter with the most expected tokens per second, by what its drafts have been
+            worth or, with ``model``, by a trained router's word. ``record`` is what
             ``crossspec collect`` uses: every drafter drafts, nothing is verified.
         drafter: of policy ``fixed``, a key of ``drafters``.
         model: folder of a trained router (``neural``, ``goodput``; for ``entropy`` it says what "auto" means).
@@ -194,6 +195,7 @@ class RouterConfig(Settings):
             be expected to do better. One number, or one for each drafter but the last in routing order. "auto" is set
             from the drafters' costs.
         max_backlog: most tokens that a request's inactive drafter may miss before it catches up.
+        explore: ``goodput`` without ``model``: whether a round in 64 is another drafter's, to see what it is worth now.
         lazy: whether inactive drafters wait; if not, all of them catch up in every round.
     """
 
@@ -202,6 +204,7 @@ class RouterConfig(Settings):
     model: str | None = None
     threshold: Threshold = "auto"
     max_backlog: StrictInt = Field(512, ge=1, le=1 << 20)
+    explore: StrictBool = True
     lazy: StrictBool = True
 
 
@@ -217,6 +220,7 @@ class DrafterConfig(Settings):
         head: its output layer; None for the checkpoint's own.
         adaptive: what sizes its trees by request and round; None: all are the same.
         lookup: what a drafter without weights looks for; None for the others.
+        of: another drafter whose weights and cache this one uses, to draft in another form; None: its own.
         dtype: what its matrix products are computed in, on a CPU; None: the target's own type.
         target_layers: target layers that it taps in vLLM's numbering; empty before they are resolved.
         native: keys that vLLM's own SpeculativeConfig understands, handed through.
@@ -230,6 +234,7 @@ class DrafterConfig(Settings):
     head: Annotated[HeadConfig, BeforeValidator(_path_alone)] | None = None
     adaptive: Annotated[AdaptiveConfig, BeforeValidator(_path_alone)] | None = None
     lookup: LookupConfig | None = None
+    of: str | None = None
     dtype: Literal["bfloat16"] | None = None
     target_layers: tuple[int, ...] = ()
     native: dict[str, Any] = {}
@@ -283,6 +288,27 @@ class CrossSpecConfig(Settings):
         return tuple(
             sorted(self.drafters, key=lambda name: not drafter_kind(self.drafters[name].kind, "").is_autoregressive)
         )
+
+    def owner_of(self, name: str) -> str:
+        """The drafter whose weights and cache a drafter uses: itself, or another (``of``)."""
+        return self.drafters[name].of or name
+
+    @property
+    def owners(self) -> tuple[str, ...]:
+        """Names of the drafters with weights and a cache of their own."""
+        return tuple(name for name, drafter in self.drafters.items() if drafter.of is None)
+
+    def width_of(self, name: str) -> int:
+        """Most draft nodes of a request by this drafter."""
+        drafter = self.drafters[name]
+        if drafter_kind(drafter.kind, "").supplies == "nothing":
+            return 0
+        return drafter.tree.num_nodes or drafter.num_speculative_tokens or 0
+
+    @property
+    def differs_in_width(self) -> bool:
+        """Whether the requests of a batch may bring different numbers of draft rows."""
+        return self.is_adaptive or (self.is_routed and len(set(map(self.width_of, self.drafters))) > 1)
 
     @property
     def has_trees(self) -> bool:

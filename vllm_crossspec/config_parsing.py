@@ -31,6 +31,8 @@ OUR_KEYS = ("tree", "ngram", "head", "adaptive", "lookup", "dtype", "verificatio
 MAX_EXPANSION = 4096
 """Most prefixes that a level of a searched tree may look at."""
 _TOP_KEYS = ("verification", "draft_sample_method")
+_ARM_KEYS = ("tree", "num_speculative_tokens", "ngram", "adaptive")
+"""What a drafter that uses another's weights says itself."""
 _PARTS: dict[str, type[Settings]] = {
     "tree": TreeConfig,
     "ngram": NgramConfig,
@@ -97,6 +99,11 @@ def parse(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSpecConf
         for key in ("drafters", "router"):
             if key in raw:
                 raise ValueError(f"speculative_config.{key} belongs to method {META_METHODS[0]!r}, not to {method!r}")
+        if drafter_kind(method, "speculative_config.method").supplies == "nothing":
+            raise ValueError(
+                f"speculative_config.method {method!r} is for a router to choose; to draft nothing at all leave out "
+                "--speculative-config"
+            )
         drafter = _drafter(method, {k: v for k, v in raw.items() if k not in ("method", *_TOP_KEYS)}, "", native_keys)
         top = {k: raw[k] for k in _TOP_KEYS if k in raw}
         return _check(_build(CrossSpecConfig, {"method": method, "drafters": {method: drafter}, **top}, ""))
@@ -209,7 +216,9 @@ def _check_tree(tree: TreeConfig, kind: DrafterKind, key: str) -> None:
         raise ValueError(f"{key}.type 'chain' takes no depth, top_k or num_nodes; use num_speculative_tokens")
     if tree.type == "dynamic" and (tree.top_k or 0) > 32:
         raise ValueError(f"{key}.top_k is {tree.top_k}; a dynamic tree takes at most 32")
-    if tree.type in ("best_first", "continuity") and tree.depth is not None:
+    if tree.type == "matches" and tree.top_k is not None:
+        raise ValueError(f"{key}.top_k: a matches tree has as many branches as were found; leave it out")
+    if tree.type in ("best_first", "continuity", "matches") and tree.depth is not None:
         raise ValueError(f"{key}.depth: a {tree.type} tree is as deep as num_speculative_tokens; use that key")
     if tree.type == "continuity" and (tree.top_k or 0) * (tree.beam_width or 1) > MAX_EXPANSION:
         raise ValueError(
@@ -271,9 +280,11 @@ def _parse_meta(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSp
     for name, settings in drafters.items():
         if not isinstance(settings, Mapping):
             raise ValueError(f"speculative_config.drafters.{name} must be an object with a `model`")
-        settings = dict(settings)
-        kind = settings.pop("type", name)
-        named[name] = _drafter(kind, settings, f"drafters.{name}.", native_keys)
+        path = f"drafters.{name}."
+        own = _with_owner(drafters, name) if "of" in settings else dict(settings)
+        kind = own.pop("type", name)
+        drafter = _drafter(kind, own, path, native_keys)
+        named[name] = drafter.model_copy(update={"of": settings.get("of")})
     router = raw.get("router", {})
     if isinstance(router, Mapping) and "policy" not in router:
         fixed = "drafter" in router or len(named) == 1
@@ -282,6 +293,27 @@ def _parse_meta(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSp
     config = _build(CrossSpecConfig, {"method": raw["method"], "drafters": named, "router": router, **fields}, "")
     _check_router(config)
     return _check(config)
+
+
+def _with_owner(drafters: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """The settings of a drafter that uses another's weights: its own over the other's."""
+    own, key = drafters[name], f"speculative_config.drafters.{name}"
+    owner = own["of"]
+    found = drafters.get(owner) if isinstance(owner, str) else None
+    if not isinstance(found, Mapping) or owner == name:
+        others = [other for other in drafters if other != name]
+        raise ValueError(f"{key}.of must name another of the drafters, not {owner!r}{nearest(str(owner), others)}")
+    if "of" in found:
+        raise ValueError(f"{key}.of: {owner} uses the weights of {found['of']} itself; name that one")
+    for setting in own:
+        if setting not in ("of", *_ARM_KEYS):
+            raise ValueError(f"{key}.{setting} is the same for all that use one drafter; say it in drafters.{owner}")
+    kind = drafter_kind(found.get("type", owner), f"speculative_config.drafters.{owner}.type")
+    if not kind.has_model or kind.contemplates:
+        why = "has no weights to share" if not kind.has_model else "contemplates for one form of drafts alone"
+        raise ValueError(f"{key}.of: a {kind.name} drafter {why}; name another")
+    kept = {k: v for k, v in found.items() if k not in _ARM_KEYS}
+    return {"type": kind.name, **kept, **{k: v for k, v in own.items() if k != "of"}}
 
 
 def _check_router(config: CrossSpecConfig) -> None:
@@ -303,10 +335,12 @@ def _check_router(config: CrossSpecConfig) -> None:
         raise ValueError(f"{key}.policy {policy!r} chooses between drafters, and there is one; add another to drafters")
     if config.verification != "match":
         raise ValueError(f"{key}.policy {policy!r} needs verification 'match'; leave out verification")
-    if policy in ("neural", "goodput") and router.model is None:
+    if policy == "neural" and router.model is None:
         raise ValueError(
             f"{key}.model is missing: policy {policy!r} needs a router trained by `crossspec train router`"
         )
+    if "explore" in router.model_fields_set and (policy != "goodput" or router.model is not None):
+        raise ValueError(f"{key}.explore is for policy 'goodput' without a model; leave it out")
     if router.threshold == "auto":
         return
     if policy in ("goodput", "record"):

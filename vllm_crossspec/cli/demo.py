@@ -38,6 +38,19 @@ WHIFLASH_DRAFTERS: dict[str, dict[str, Any]] = {
     },
 }
 
+# What a router by goodput chooses from: forms of two drafters, a lookup, and nothing.
+ARMS: dict[str, dict[str, Any]] = {
+    "tree": {"type": "eagle3", "model": "{pocket}/eagle3", **TREE},
+    "chain": {"of": "tree", "num_speculative_tokens": 4},
+    "dflash": {
+        "model": "{pocket}/dflash",
+        "num_speculative_tokens": 7,
+        "tree": {"type": "best_first", "num_nodes": 15},
+    },
+    "suffix": {"tree": {"num_nodes": 15}},
+    "plain": {"type": "none"},
+}
+
 METHODS: dict[str, dict[str, Any] | None] = {
     PLAIN: None,
     # `tree` is one of our keys: with it the drafter is our proposer, without it vLLM's own.
@@ -65,6 +78,15 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "eagle3-longer": {**EAGLE3_LONGER, **CHAIN},
     "confu-tree": {**CONFU, **TREE},
     "eagle3-longer-tree": {**EAGLE3_LONGER, **TREE},
+    # Without weights: what followed the last tokens where they stood before.
+    "ngram": {"method": "ngram", **CHAIN},
+    "suffix": {"method": "suffix", "tree": {"num_nodes": 60}},
+    **{
+        f"arm-{name}": {"method": "whiflash", "drafters": ARMS, "router": {"policy": "fixed", "drafter": name}}
+        for name in ARMS
+        if name != "plain"
+    },
+    "whiflash-goodput": {"method": "whiflash", "drafters": ARMS, "router": {"policy": "goodput"}},
     **{
         f"whiflash-{name}": {"method": "whiflash", "drafters": WHIFLASH_DRAFTERS, "router": router}
         for name, router in {

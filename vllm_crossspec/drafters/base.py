@@ -52,6 +52,7 @@ class DrafterKind(NamedTuple):
         lookup: what its ``lookup`` settings are where the user says nothing (``config.LookupConfig``), for one that has
             no weights and drafts from text at hand; empty for the others. With ``share`` in it, it can keep earlier
             outputs.
+        has_model: whether there is a checkpoint; where not, ``read_facts`` gets an empty config.
         inflate: module with ``recipes(source, target)`` and ``config(source, target, folder)``, by which checkpoints
             grow with their target (``crossspec inflate``); empty where they cannot.
     """
@@ -81,19 +82,15 @@ class DrafterKind(NamedTuple):
     trainer: str = ""
     preloads: tuple[str, ...] = ()
     lookup: Mapping[str, int | bool] = MappingProxyType({})
+    has_model: bool = True
     inflate: str = ""
-
-    @property
-    def has_model(self) -> bool:
-        """Whether there is a checkpoint."""
-        return not self.lookup
 
     def load_proposer(self, is_tree: bool = False) -> Any:
         """The proposer's class, of chains or of trees; imports vLLM."""
         return load(self.tree_proposer if is_tree else self.proposer)
 
 
-_NAMES = ("eagle3", "dflash", "dart", "confu", "draft_model", "flashhead", "ngram", "suffix")
+_NAMES = ("eagle3", "dflash", "dart", "confu", "draft_model", "flashhead", "ngram", "suffix", "none")
 _OWN = {name: f"vllm_crossspec.drafters.{name}:KIND" for name in _NAMES}
 
 

@@ -11,6 +11,7 @@ import torch
 from vllm_crossspec.router import kernels
 from vllm_crossspec.router.checkpoint import RouterCheckpoint
 from vllm_crossspec.router.costs import RoundCosts, Table, auto_thresholds
+from vllm_crossspec.router.experience import Experience
 from vllm_crossspec.router.policies import policy_kind
 
 _RULES = {
@@ -31,6 +32,9 @@ class RouterSettings(NamedTuple):
         checkpoint: the trained router, if there is one.
         costs: of a round, as measured; None where they were not: all drafters then cost the same.
         fixed: number of the drafter of policy ``fixed``.
+        owners: [N] whose cache each drafter uses, as numbers of drafters; None: each its own.
+        priors: [N] tokens of a round with each before anything is known; None: all the same.
+        explores: whether other drafters are tried every now and then, of a policy that learns.
     """
 
     policy: str
@@ -39,6 +43,9 @@ class RouterSettings(NamedTuple):
     checkpoint: RouterCheckpoint | None = None
     costs: RoundCosts | None = None
     fixed: int = 0
+    owners: tuple[int, ...] | None = None
+    priors: tuple[float, ...] | None = None
+    explores: bool = True
 
 
 class Router:
@@ -56,6 +63,7 @@ class Router:
         entropy: float32 [S] nats, and gains: float32 [S, N - 1] tokens: what the last decision went by, by row of its
             batch; only what the policy looks at.
         num_launches: kernel launches of a round.
+        experience: what drafts have been worth, where the policy goes by that; else None.
     """
 
     def __init__(
@@ -73,8 +81,11 @@ class Router:
         assert others >= 1 and 0 <= settings.fixed <= others
         assert settings.checkpoint is not None or not kind.needs_checkpoint
         self.settings, self.device = settings, device
-        self.needs_logits, self.needs_hidden = kind.needs_logits, kind.needs_hidden
-        self.num_launches = 1 + self.needs_logits + self.needs_hidden
+        self.experience: Experience | None = None
+        if kind.learns and settings.checkpoint is None:
+            self.experience = _experience(settings, max_num_reqs, device)
+        self.needs_logits, self.needs_hidden = kind.needs_logits, kind.needs_hidden and self.experience is None
+        self.num_launches = 1 + self.needs_logits + self.needs_hidden + (self.experience is not None)
 
         def filled(*shape: int, value: float = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
@@ -123,10 +134,13 @@ class Router:
             rows = auto_thresholds(settings.policy, costs, facts, num_drafters)
         self.thresholds = rows
         seconds: list[tuple[tuple[float, ...], tuple[float, ...]]] = [((1.0,) * num_drafters, (0.0,) * num_drafters)]
+        parts: list[Table] = [((0.0,) * num_drafters, (1.0,) * num_drafters, (0.0,) * num_drafters)]
         if costs is not None:
+            parts = [(costs.draft[row], costs.verify[row], costs.switch[row]) for row in range(len(costs.batch_sizes))]
             seconds = [(costs.round_seconds(row), costs.switch[row]) for row in range(len(costs.batch_sizes))]
         self._thresholds = torch.tensor(rows, dtype=torch.float32, device=self.device)
         self._seconds = torch.tensor(seconds, dtype=torch.float32, device=self.device)
+        self._parts = torch.tensor(parts, dtype=torch.float32, device=self.device)
 
     def warm_up(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """Compile every variant that batches of any size use, so that no request waits for it; changes no state.
@@ -139,6 +153,8 @@ class Router:
         for num_reqs in kernels.batch_variants(self.previous.shape[0]):
             self.observe_logits(logits, rows[:num_reqs])
             self.decide(hidden_states, rows[:num_reqs], padding[:num_reqs], sampled, torch.empty_like(padding))
+        if self.experience is not None:
+            self.experience.num_rounds = 0
 
     def observe_logits(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
         """Take what the entropy needs from the target's logits: one launch, none where the policy needs no entropy.
@@ -172,11 +188,14 @@ class Router:
                 requests that are inside their prompts.
         """
         num_reqs, blocks = idx_mapping.shape[0], 1
+        row = self.costs.row(num_reqs) if self.costs else 0
+        if self.experience is not None:
+            self.experience.decide(self._parts[row], idx_mapping, num_sampled, self.previous, out_routes)
+            return
         if self.needs_hidden:
             blocks = kernels.gain_parts(
                 hidden_states=hidden_states, rows=rows, w1=self._w1, b1=self._b1, w2=self._w2, parts=self._gain_parts
             )
-        row = self.costs.row(num_reqs) if self.costs else 0
         rule = kernels.Rule(
             _RULES[self.settings.policy],
             self.settings.fixed,
@@ -199,3 +218,11 @@ class Router:
     def release(self, slots: torch.Tensor) -> None:
         """Forget what ``slots`` (int64 [n]) did, for the requests that come into them."""
         self.previous.index_fill_(0, slots, -1)  # an assignment by index would wait for the device
+        if self.experience is not None:
+            self.experience.release(slots)
+
+
+def _experience(settings: RouterSettings, max_num_reqs: int, device: torch.device) -> Experience:
+    num_drafters = len(settings.drafters)
+    owners, priors = settings.owners or tuple(range(num_drafters)), settings.priors or (1.0,) * num_drafters
+    return Experience(owners, priors, settings.explores, max_num_reqs, device)

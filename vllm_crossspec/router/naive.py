@@ -3,6 +3,8 @@
 import torch
 import torch.nn.functional as F
 
+from vllm_crossspec.router.experience import ALL_MEMORY, OWN_MEMORY, PRIOR_ROUNDS, PROBE_SLACK
+
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
     """Entropy of the next-token distribution, nats (Kwon et al. 2026, section 3.3.1).
@@ -88,3 +90,90 @@ def settle(
         routes.append(drafter)
         previous[slot] = routes[-1]
     return routes
+
+
+class Learned:
+    """What a request and all of them have shown of every drafter, in plain numbers; see ``experience``.
+
+    Args:
+        priors: tokens of a round with each drafter before anything is known.
+    """
+
+    def __init__(self, priors: list[float]):
+        self.priors = priors
+        self.own: dict[int, list[list[float]]] = {}
+        self.every = [[0.0] * 4 for _ in priors]
+
+    def learn(self, rounds: list[tuple[int, int, int, float]]) -> None:
+        """Take in rounds of a batch: slot, drafter, tokens, and what had been forecast (negative: nothing)."""
+        for drafter, known in enumerate(self.every):
+            mine = [(slot, tokens, forecast) for slot, other, tokens, forecast in rounds if other == drafter]
+            for slot, tokens, _ in mine:
+                own = self.own.setdefault(slot, [[0.0, 0.0] for _ in self.priors])[drafter]
+                own[:] = OWN_MEMORY * own[0] + tokens, OWN_MEMORY * own[1] + 1
+            if mine:
+                forecasts = [(tokens - 1, forecast) for _, tokens, forecast in mine if forecast >= 0]
+                new = (
+                    sum(t for _, t, _ in mine),
+                    len(mine),
+                    sum(t for t, _ in forecasts),
+                    sum(f for _, f in forecasts),
+                )
+                known[:] = [ALL_MEMORY * old + more for old, more in zip(known, new, strict=True)]
+
+    def expected(self, slot: int, drafter: int, forecast: float) -> float:
+        """Tokens of the next round of a request with a drafter."""
+        tokens, rounds, accepted, forecasts = self.every[drafter]
+        if forecast >= 0:
+            return 1 + forecast * (accepted + PRIOR_ROUNDS) / (forecasts + PRIOR_ROUNDS)
+        mean = (tokens + PRIOR_ROUNDS * self.priors[drafter]) / (rounds + PRIOR_ROUNDS)
+        own = self.own.get(slot, [[0.0, 0.0] for _ in self.priors])[drafter]
+        return (own[0] + PRIOR_ROUNDS * mean) / (own[1] + PRIOR_ROUNDS)
+
+
+def route_by_experience(
+    expected: list[list[float]],
+    costs: list[list[float]],
+    owners: list[int],
+    previous: list[int],
+    sets: list[int],
+    probe: int,
+    num_rows: int,
+) -> list[int]:
+    """The drafter of every request of a batch; the set of drafters that makes most tokens a second.
+
+    Args:
+        expected: [R][N] tokens.
+        costs: [3][N] seconds of the batch: drafting, verification, switch.
+        owners: [N] whose cache each drafter uses.
+        previous: [R] drafter of the last round, -1 for none.
+        sets: of drafters, as bits; each request takes the member that is worth most to it.
+        probe: a drafter to be tried where it may be better; -1 for none.
+        num_rows: of the batch, R and those that decide nothing.
+    """
+    draft, verify, switch = costs
+
+    def choose(members: int, worth: float) -> tuple[list[int], float]:
+        routes, tokens, seconds = [], 0.0, 0.0
+        for own, last in zip(expected, previous, strict=True):
+            price = [
+                v + s * (last >= 0 and owners[last] != owners[drafter])
+                for drafter, (v, s) in enumerate(zip(verify, switch, strict=True))
+            ]
+            net = {d: own[d] - worth * price[d] / num_rows for d in range(len(own)) if members >> d & 1}
+            route = max(net, key=lambda d: net[d])
+            routes.append(route)
+            tokens += own[route]
+            seconds += price[route] / len(expected)
+        return routes, tokens / (seconds + sum(draft[d] for d in range(len(draft)) if members >> d & 1))
+
+    best, best_set, tried = 0.0, 1, 0.0
+    for members in sets:
+        _, value = choose(members, best)
+        if probe >= 0 and members == 1 << probe:
+            tried = value
+        if value > best:
+            best, best_set = value, members
+    if probe >= 0 and tried * PROBE_SLACK >= best:
+        best_set = 1 << probe
+    return choose(best_set, best)[0]

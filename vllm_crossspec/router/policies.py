@@ -16,6 +16,7 @@ class PolicyKind(NamedTuple):
         needs_checkpoint: cannot do without a trained router.
         uses_costs: weighs the drafters' costs in every round; for the others they only set "auto" thresholds.
         takes_threshold: has thresholds that users may set.
+        learns: without a trained router it goes by what drafts have been worth (``router.experience``).
     """
 
     name: str
@@ -25,6 +26,7 @@ class PolicyKind(NamedTuple):
     needs_checkpoint: bool = False
     uses_costs: bool = False
     takes_threshold: bool = False
+    learns: bool = False
 
 
 KINDS = {
@@ -46,10 +48,11 @@ KINDS = {
         ),
         PolicyKind(
             "goodput",
-            "most expected tokens per second, from a trained router's gains and the costs measured at start-up",
+            "most expected tokens per second: what drafts have been worth, or a trained router's gains, over what "
+            "rounds cost, measured at start-up",
             needs_hidden=True,
-            needs_checkpoint=True,
             uses_costs=True,
+            learns=True,
         ),
     )
 }

@@ -13,6 +13,7 @@ KIND = DrafterKind(
     tree="matches",
     supplies="matches",
     is_autoregressive=False,
+    has_model=False,
     has_head=False,
     can_sample=False,
     lookup=MappingProxyType({"min_match": 2, "max_match": 8, "num_matches": 8}),

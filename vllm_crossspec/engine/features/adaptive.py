@@ -1,8 +1,9 @@
-"""Trees whose size differs by request and round: steps in which each request brings its own number of draft nodes.
+"""Drafts whose size differs by request and round: steps in which each request brings its own number of draft nodes.
 
-The scheduler plans for every request's whole tree, one step ahead of the drafts. What a tree turned out to need is
-known when the step begins: the nodes beyond are taken out of it here, before anything reads the plan. To the scheduler
-they are drafts that were rejected.
+Trees are sized by what their drafter knows (HeteroSpec), and drafters between which is routed differ in how much they
+draft. The scheduler plans for the widest draft of every request, one step ahead of the drafts. What each turned out to
+be is known when the step begins: the nodes beyond are taken out of it here, before anything reads the plan. To the
+scheduler they are drafts that were rejected.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from vllm_crossspec.types import TREE, Candidates
 
 
 class AdaptiveSizes(Feature):
-    """Verifies no more nodes of a tree than it was given, and counts what trees were given.
+    """Verifies no more nodes of a draft than it was given, and counts what trees were given.
 
     Attributes:
         widths: int32 [S] on the host, draft nodes of each slot's next verification; more than those are never live.
@@ -33,16 +34,17 @@ class AdaptiveSizes(Feature):
     def __init__(self, runner: Any):
         super().__init__(runner)
         self.num_nodes = runner.speculator.num_speculative_steps
+        self.widths_of = {name: runner.settings.width_of(name) for name in runner.settings.drafters}
         self.widths = np.full(runner.max_num_reqs, self.num_nodes, dtype=np.int32)
         self.counters = {name: TreeSizeCounters(policy) for name, policy in policies(runner.settings).items()}
 
     @staticmethod
     def is_wanted(runner: Any) -> bool:
         """See the base class."""
-        return runner.settings.is_adaptive
+        return runner.settings.differs_in_width
 
     def kv_ready(self) -> None:
-        """CUDA graphs of every width that trees may have."""
+        """CUDA graphs of every width that drafts may have."""
         self.runner.cudagraph_manager = target_graphs(self.runner, self.runner.settings)
 
     def added(self, requests: Sequence[Any], slots: list[int]) -> None:
@@ -68,7 +70,7 @@ class AdaptiveSizes(Feature):
     def drafted(self, name: str, batch: Any, candidates: Candidates) -> None:
         """Keep and count what the trees just kept were given."""
         sizing = candidates.sizing
-        self.widths[batch.idx_mapping_np] = self.num_nodes if sizing is None else sizing.widths
+        self.widths[batch.idx_mapping_np] = self.widths_of[name] if sizing is None else sizing.widths
         if sizing is not None and name in self.counters:
             self.counters[name].count(sizing)
 

@@ -89,7 +89,7 @@ def captured_query_len(manager: Any) -> int | None:
 
 
 def target_graphs(runner: Any, settings: CrossSpecConfig) -> ModelCudaGraphManager:
-    """The runner's manager of CUDA graphs, or one whose graphs have the widths that adaptive trees come in.
+    """The runner's manager of CUDA graphs, or one whose graphs have the widths that drafts come in.
 
     Args:
         runner: whose KV cache has been laid out, and which has captured nothing yet.
@@ -110,8 +110,12 @@ def target_graphs(runner: Any, settings: CrossSpecConfig) -> ModelCudaGraphManag
         runner.decode_query_len,
         lora_capture_cases=runner.lora_capture_cases,
         ubatch_runner=runner.ubatch_runner,
-        query_lens=tuple(
-            settings.planned(width) + 1 for policy in policies(settings).values() for width in policy.widths
-        ),
+        query_lens=tuple(settings.planned(width) + 1 for width in _widths(settings)),
         mixes=unsupported is None,
     )
+
+
+def _widths(settings: CrossSpecConfig) -> set[int]:
+    """Draft nodes of a request, of every form that is drafted and every bin of those that are sized."""
+    found = {width for policy in policies(settings).values() for width in policy.widths}
+    return found | {settings.width_of(name) for name in settings.drafters} if settings.is_routed else found

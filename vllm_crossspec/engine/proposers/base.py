@@ -61,6 +61,7 @@ class Proposer(ABC):
     pcp_manager: Any
     # vLLM's own protocol for speculators, which its base class provides.
     load_model: Callable[[nn.Module], None]
+    load_draft_model: Callable[..., nn.Module]
     set_attn: Callable[..., None]
     set_eplb_state: Callable[[Any], None]
     init_cudagraph_manager: Callable[[Any], None]
@@ -70,6 +71,18 @@ class Proposer(ABC):
     def native_steps(drafts: DraftSettings) -> int:
         """Draft tokens that vLLM's own class, from which the proposer descends, is to draft."""
         return drafts.depth
+
+    def borrow(self, owner: "Proposer", target_model: nn.Module) -> None:
+        """Use another proposer's model and cache in the place of loading; buffers and graphs are one's own.
+
+        Args:
+            owner: of the same kind, loaded.
+            target_model: the target.
+        """
+        # vLLM's loading takes what this gives for what it has read.
+        self.load_draft_model = lambda *_: owner.model
+        self.load_model(target_model)
+        self.draft_attn_layer_names = owner.draft_attn_layer_names
 
     @abstractmethod
     def propose_step(self, step: StepInputs) -> Candidates:
@@ -141,6 +154,13 @@ class Proposer(ABC):
     def start_rows(self, step: StepInputs) -> StepInputs:
         """Complete the inputs of a round that starts from one row a request; block tables are the batch's already."""
         return step
+
+    def forecast(self, step: StepInputs) -> torch.Tensor | None:
+        """float32 [R] draft tokens of each request that are expected to be accepted, known before anything is drafted.
+
+        None where nothing is: what most drafters will draft is not known earlier.
+        """
+        return None
 
     @property
     def writes_context(self) -> bool:

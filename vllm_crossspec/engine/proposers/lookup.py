@@ -34,12 +34,13 @@ class LookupProposer(CachelessProposer):
         assert lookup is not None and lookup.min_match is not None and lookup.max_match is not None
         self.min_match, self.max_match = lookup.min_match, lookup.max_match
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
-        wanted = 1 if drafts.is_chain else lookup.num_matches or 1
-        self.num_matches = max(min(wanted, MAX_CANDIDATES // _power_of_2(drafts.depth)), 1)
         self.corpus: Corpus | None = None
         if lookup.share:
             self.corpus = Corpus(lookup.cache_tokens, _power_of_2(self.max_match), device)
-        num_rows = self.num_matches * (2 if self.corpus is not None else 1)
+        num_sources = 2 if self.corpus is not None else 1
+        most = MAX_CANDIDATES // _power_of_2(drafts.depth) // num_sources
+        self.num_matches = 1 if drafts.is_chain else max(min(lookup.num_matches or 1, most), 1)
+        num_rows = self.num_matches * num_sources
 
         def filled(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.zeros(max_num_reqs, num_rows, *shape, dtype=dtype, device=device)
@@ -56,35 +57,52 @@ class LookupProposer(CachelessProposer):
     @torch.inference_mode()
     def propose_step(self, step: StepInputs) -> Candidates:
         """Search, and draft what was found; a request without a match gets a draft that is not accepted."""
-        num_reqs = step.batch.num_reqs
-        states = self.req_states
-        texts = Texts(step.batch.idx_mapping[:num_reqs], states.num_computed_tokens.gpu, states.all_token_ids.gpu)
-        out = Matches(*(part[:num_reqs] for part in self.matches))
-        own_matches(texts, max_match=self.max_match, min_match=self.min_match, num_matches=self.num_matches, out=out)
-        if self.corpus is not None:
-            version = self.corpus.version
-            if version is None:
-                out.lengths[:, self.num_matches :] = 0
-            else:
-                corpus_matches(
-                    texts,
-                    version[1:],
-                    max_match=self.corpus.context,
-                    min_match=self.min_match,
-                    first_match=self.num_matches,
-                    num_matches=self.num_matches,
-                    out=out,
-                )
+        found = self._search(step)
         if self.tree is not None:
-            assert self.drafts.tree_nodes is not None
-            match_tree(out, num_nodes=self.drafts.tree_nodes, out=self.tree)
-            return Candidates(tree=first_rows(self.tree, num_reqs))
-        tokens, continuations = self.tokens[:num_reqs], out.continuations
-        chosen = continuations[:, 0]
+            self._build(found)
+            return Candidates(tree=first_rows(self.tree, step.batch.num_reqs))
+        chosen = found.continuations[:, 0]
         if self.corpus is not None:  # what earlier outputs say where the request's own text says less
-            is_longer = out.lengths[:, self.num_matches] > out.lengths[:, 0]
-            chosen = torch.where(is_longer[:, None], continuations[:, self.num_matches], chosen)
-        return Candidates(tokens=tokens.copy_(chosen.clamp(min=0)))
+            is_longer = found.lengths[:, self.num_matches] > found.lengths[:, 0]
+            chosen = torch.where(is_longer[:, None], found.continuations[:, self.num_matches], chosen)
+        return Candidates(tokens=self.tokens[: step.batch.num_reqs].copy_(chosen.clamp(min=0)))
+
+    @torch.inference_mode()
+    def forecast(self, step: StepInputs) -> torch.Tensor:
+        """What was found, and how surely: the sum of the nodes' probabilities; of a chain as if it were one node."""
+        found = self._search(step)
+        if self.tree is not None:
+            self._build(found)
+            return self.tree.log_probs[: step.batch.num_reqs].exp().sum(dim=1)
+        weight = torch.exp2(found.lengths.amax(dim=1).clamp(max=16).float())
+        return self.drafts.depth * torch.where(weight > 1, weight / (weight + 1), 0.0)
+
+    def _search(self, step: StepInputs) -> Matches:
+        """The matches of the batch's requests."""
+        num_reqs, states, num_matches = step.batch.num_reqs, self.req_states, self.num_matches
+        texts = Texts(step.batch.idx_mapping[:num_reqs], states.num_computed_tokens.gpu, states.all_token_ids.gpu)
+        found = Matches(*(part[:num_reqs] for part in self.matches))
+        own_matches(texts, max_match=self.max_match, min_match=self.min_match, num_matches=num_matches, out=found)
+        if self.corpus is None:
+            return found
+        version = self.corpus.version
+        if version is None:
+            found.lengths[:, num_matches:] = 0
+            return found
+        corpus_matches(
+            texts,
+            version[1:],
+            max_match=self.corpus.context,
+            min_match=self.min_match,
+            first_match=num_matches,
+            num_matches=num_matches,
+            out=found,
+        )
+        return found
+
+    def _build(self, found: Matches) -> None:
+        assert self.tree is not None and self.drafts.tree_nodes is not None
+        match_tree(found, num_nodes=self.drafts.tree_nodes, out=self.tree)
 
     def requests_leave(self, slots: list[int]) -> None:
         """What they generated becomes part of the corpus: copied on the device, read by the corpus' own thread."""

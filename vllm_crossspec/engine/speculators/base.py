@@ -97,13 +97,18 @@ class Speculator(StandInSpeculator):
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The models of all proposers, as one module."""
-        return nn.ModuleDict({name: p.model for name, p in self.proposers.items()})
+        return nn.ModuleDict({name: self.proposers[name].model for name in self.settings.owners})
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load every proposer, then let the target hand out the union of the layers that they tap."""
         for name, proposer in self.proposers.items():
-            with products_in(self.settings.drafters[name].dtype):
-                proposer.load_model(target_model)
+            if self.settings.owner_of(name) == name:
+                with products_in(self.settings.drafters[name].dtype):
+                    proposer.load_model(target_model)
+        for name, proposer in self.proposers.items():
+            owner = self.proposers[self.settings.owner_of(name)]
+            if proposer is not owner:
+                proposer.borrow(owner, target_model)
         self.model = self.load_draft_model(target_model, set())
         self.draft_attn_layer_names = set().union(*(p.draft_attn_layer_names for p in self.proposers.values()))
         taps = {name: self.settings.drafters[name].target_layers for name in self.proposers}
@@ -146,7 +151,7 @@ class Speculator(StandInSpeculator):
         for proposer in self.proposers.values():
             proposer.set_attn(model_state, kv_cache_config, block_tables, target_input_buffers, target_attn_groups)
         self.kv_cache_config, self.block_tables = kv_cache_config, block_tables
-        self.attn_groups = [group for p in self.proposers.values() for group in p.attn_groups]
+        self.attn_groups = [group for name in self.settings.owners for group in self.proposers[name].attn_groups]
 
     def init_cudagraph_manager(self, cudagraph_mode: Any) -> None:
         """Each proposer manages its own graphs."""

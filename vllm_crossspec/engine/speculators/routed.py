@@ -70,10 +70,11 @@ class RoutedSpeculator(Speculator):
         num_slots = vllm_config.scheduler_config.max_num_seqs
         self.computed = np.zeros(num_slots, dtype=np.int64)
         self.live = np.zeros(num_slots, dtype=bool)
-        self.backlogs = {
-            name: Backlog(num_slots, settings.router.max_backlog, p.hidden_size, p.dtype, device)
-            for name, p in self.proposers.items()
-        }
+        self.owners = {name: settings.owner_of(name) for name in self.proposers}
+        self.backlogs = {}
+        for name in settings.owners:
+            own = self.proposers[name]
+            self.backlogs[name] = Backlog(num_slots, settings.router.max_backlog, own.hidden_size, own.dtype, device)
         self.router = make_router(settings, vllm_config, device)
         self.routing = RoutingCounters(self.order, num_slots)
         self.clock = StageClock(("route", "store", "catch_up", "draft"), device)
@@ -140,7 +141,7 @@ class RoutedSpeculator(Speculator):
         if not len(leaving):
             return
         if self.keeps_prefixes:
-            for name in self.proposers:
+            for name in self.backlogs:
                 self._catch_up(name, leaving, self.computed[leaving])
         self.live[leaving] = False
 
@@ -168,6 +169,7 @@ class RoutedSpeculator(Speculator):
             last_rows=self.last_rows,
             computed=self.accepted,
         )
+        self._forecast(step)
         self.router.decide(
             step.last_hidden_states,
             self.last_rows[:num_reqs],
@@ -185,6 +187,10 @@ class RoutedSpeculator(Speculator):
             routes = np.full_like(routes, NO_DRAFTER)
         elif self.kept.state is not None:
             routes = np.where(self.kept.state.modes[slots] == NO_DRAFTS, NO_DRAFTER, routes)
+        if self.router.experience is not None and (routes == NO_DRAFTER).any():
+            # Nothing is learned of a drafter from a round that it does not draft in.
+            undrafted = async_tensor_h2d(slots[routes == NO_DRAFTER], device=self.device)
+            self.router.previous.index_fill_(0, undrafted, NO_DRAFTER)
         self._count(slots, routes, before)
         self._catch_up_round(slots, routes)
         self.clock.mark()
@@ -197,6 +203,16 @@ class RoutedSpeculator(Speculator):
         self.clock.mark()
         return self.drafts.tokens[:num_reqs]
 
+    def _forecast(self, step: StepInputs) -> None:
+        """For a router that goes by experience: what drafters expect that know it before they draft."""
+        if self.router.experience is None:
+            return
+        forecasts = self.router.experience.known.forecasts[: step.batch.num_reqs]
+        for number, name in enumerate(self.order):
+            forecast = self.proposers[name].forecast(step)
+            if forecast is not None:
+                forecasts[:, number] = forecast
+
     def _store(self, step: StepInputs, slots: Array) -> None:
         """Fuse the target states of every token that may have been accepted, and put them into the buffers."""
         batch = step.batch
@@ -204,9 +220,8 @@ class RoutedSpeculator(Speculator):
         everything = len(packed) == batch.num_tokens
         index = None if everything else async_tensor_h2d(packed, device=self.device)
         states = [s[: batch.num_tokens] for s in step.tapped_hidden_states or [step.last_hidden_states]]
-        for name, proposer in self.proposers.items():
-            backlog = self.backlogs[name]
-            features = proposer.fuse(joined(states, self.tap_indices[name], index))
+        for name, backlog in self.backlogs.items():
+            features = self.proposers[name].fuse(joined(states, self.tap_indices[name], index))
             crowded = backlog.crowded(rows)
             if crowded.any():
                 self._catch_up(name, rows.slots[crowded], rows.starts[crowded])
@@ -255,14 +270,15 @@ class RoutedSpeculator(Speculator):
         """Who drafts, and what it missed of the tokens before this round's (``before``: int64 [R] of them)."""
         for number, name in enumerate(self.order):
             own = slots[routes == number]
-            self.routing.count_missed(number, own, before[routes == number] - self.backlogs[name].cached[own])
+            self.routing.count_missed(number, own, before[routes == number] - self._backlog(name).cached[own])
         self.routing.count_decisions(slots, routes)
 
     def _catch_up_round(self, slots: Array, routes: Array) -> None:
         """Whoever drafts now takes in what it missed, all but the last token, with which it starts."""
         shares, self._shares_prefix = self._shares_prefix, False
-        for number, name in enumerate(self.order):
-            chosen = routes == number
+        for name in self.backlogs:
+            forms = [number for number, form in enumerate(self.order) if self.owners[form] == name]
+            chosen = np.isin(routes, forms)
             if shares:
                 everyone = np.flatnonzero(self.live)
                 ends = self.computed[everyone] - np.isin(everyone, slots[chosen])
@@ -271,6 +287,10 @@ class RoutedSpeculator(Speculator):
                 self._catch_up(name, slots, self.computed[slots] - chosen)
             elif chosen.any():
                 self._catch_up(name, slots[chosen], self.computed[slots[chosen]] - 1)
+
+    def _backlog(self, name: str) -> Backlog:
+        """What a drafter has missed, or the one whose cache it uses."""
+        return self.backlogs[self.owners[name]]
 
     def _catch_up(self, name: str, slots: Array, ends: Array) -> None:
         """Write keys and values of what a drafter missed of ``slots``, up to ``ends`` (exclusive)."""
@@ -299,7 +319,7 @@ class RoutedSpeculator(Speculator):
 
     def catch_up_on_nothing(self, name: str, num_tokens: int) -> None:
         """All that a drafter does to catch up with so many tokens of the buffer, and no trace of it in its cache."""
-        nothing = np.zeros(num_tokens, dtype=np.int64)
+        nothing, name = np.zeros(num_tokens, dtype=np.int64), self.owners[name]
         self._write_now(name, self.backlogs[name].features, Tokens(nothing + NO_SLOT, nothing, nothing))
 
     def _write_eagerly(self, name: str, features: torch.Tensor, packed: torch.Tensor) -> None:
@@ -309,7 +329,7 @@ class RoutedSpeculator(Speculator):
 
     def _draft(self, name: str, step: StepInputs, slots: Array, rows: Array) -> None:
         """One drafter drafts for the requests of ``rows``, from the last accepted token of each."""
-        proposer, backlog, own = self.proposers[name], self.backlogs[name], slots[rows]
+        proposer, backlog, own = self.proposers[name], self._backlog(name), slots[rows]
         ends = self.computed[own]
         packed = self.one_row.packed(rows, own, ends, backlog.rows_at(own, ends - 1))
         backlog.cached[own] = ends
@@ -334,7 +354,7 @@ class RoutedSpeculator(Speculator):
                 continue
             if is_profile and tapped:  # the largest that a round allocates
                 proposer.fuse(joined(tapped, self.tap_indices[name]))
-            features = self.backlogs[name].features[:num_reqs]
+            features = self._backlog(name).features[:num_reqs]
             inputs = self.one_row.step(
                 step, batch, features, dummy_run=True, skip_attn_for_dummy_run=skip_attn, is_profile=is_profile
             )

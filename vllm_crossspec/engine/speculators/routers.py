@@ -7,6 +7,7 @@ import torch
 from vllm_crossspec.config import CrossSpecConfig
 from vllm_crossspec.router.base import Router, RouterSettings
 from vllm_crossspec.router.checkpoint import read_router
+from vllm_crossspec.tree.schedule import expected_tokens
 
 
 def make_router(settings: CrossSpecConfig, vllm_config: Any, device: torch.device) -> Router:
@@ -28,6 +29,9 @@ def make_router(settings: CrossSpecConfig, vllm_config: Any, device: torch.devic
             checkpoint=checkpoint,
             costs=None,
             fixed=order.index(settings.active),
+            owners=tuple(order.index(settings.owner_of(name)) for name in order),
+            priors=tuple(expected_tokens(settings.width_of(name)) for name in order),
+            explores=router.explore,
         ),
         hidden_size=hidden_size,
         vocab_size=model_config.get_vocab_size(),

@@ -1,8 +1,8 @@
 """What a round costs with each drafter, measured at start-up, for routers that weigh it (WhiFlash, section 3.3.2).
 
-Every request brings as many draft rows to the target's pass as the engine plans for its batch, whichever drafter made
-them. So the pass is measured at that width and costs the same with every drafter; what differs is drafting and
-catching up. Ranks measure the same steps in the same order, and rank 0's clock decides for all: they must route alike.
+A request brings as many draft rows to the target's pass as its drafter drafts, and no more than the engine plans for
+its batch. So the pass is measured at each drafter's width, once for all that have the same. Ranks measure the same
+steps in the same order, and rank 0's clock decides for all: they must route alike.
 """
 
 import statistics
@@ -13,6 +13,7 @@ import torch
 from vllm.distributed.parallel_state import get_tp_group
 from vllm.logger import init_logger
 
+from vllm_crossspec.engine.frontend.schedule import can_measure
 from vllm_crossspec.engine.startup import step_costs as load
 from vllm_crossspec.engine.startup.clock import StepClock
 from vllm_crossspec.router.costs import RoundCosts
@@ -26,12 +27,12 @@ MISSED_TOKENS = 90
 
 
 def is_wanted(speculator: Any) -> bool:
-    """Whether this router goes by costs, and this machine's times mean anything: on a CPU kernels are interpreted."""
+    """Whether this router goes by costs, and they can be measured."""
     settings = speculator.router.settings
     kind = policy_kind(settings.policy, "router.policy")
     # Without a trained router no cost moves "auto": see auto_thresholds.
     is_auto = kind.takes_threshold and settings.thresholds is None and settings.checkpoint is not None
-    return speculator.device.type == "cuda" and (kind.uses_costs or is_auto)
+    return can_measure(speculator.vllm_config.parallel_config) and (kind.uses_costs or is_auto)
 
 
 def scheduled_width(vllm_config: Any, step_costs: load.StepTable | None, num_reqs: int) -> int:
@@ -77,17 +78,21 @@ def measure(runner: Any) -> RoundCosts | None:
     Args:
         runner: whose speculator is the routed one, its CUDA graphs captured.
     """
-    start, speculator = time.perf_counter(), runner.speculator
+    start, speculator, settings = time.perf_counter(), runner.speculator, runner.settings
     step_costs = runner.measured_step_costs()
     widths = batch_sizes(runner, step_costs)
     draft, verify, switch = {}, {}, {}
     for size in sorted(widths, reverse=True):  # the largest first, so that memory grows once
         steps: list[load.Cost] = []
+        own = {name: min(settings.planned(settings.width_of(name)), widths[size]) for name in speculator.order}
         for name in speculator.order:
             with speculator.drafting_alone(name):
-                steps += load.time_steps(runner, [(size, widths[size])]).values()
+                steps += load.time_steps(runner, [(size, own[name])]).values()
         draft[size] = tuple(step.draft for step in steps)
-        verify[size] = (statistics.median(step.step for step in steps),) * len(steps)
+        verify[size] = tuple(
+            statistics.median(step.step for other, step in zip(own, steps, strict=True) if own[other] == own[name])
+            for name in own
+        )
         switch[size] = tuple(time_switch(speculator, name, size) for name in speculator.order)
     costs = None
     if sizes := tuple(sorted(widths)):
@@ -110,7 +115,7 @@ def _table(costs: RoundCosts) -> str:
         return "/".join(f"{1e3 * seconds:.2f}" for seconds in row)
 
     return "; ".join(
-        f"{size}: draft {milliseconds(costs.draft[row])}, verification {milliseconds(costs.verify[row][:1])}, "
+        f"{size}: draft {milliseconds(costs.draft[row])}, verification {milliseconds(costs.verify[row])}, "
         f"switch {milliseconds(costs.switch[row])}"
         for row, size in enumerate(costs.batch_sizes)
     )

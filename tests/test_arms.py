@@ -1,0 +1,198 @@
+"""Several forms of draft from one drafter, and none at all, under a router: one set of weights, one cache."""
+
+import functools
+import os
+from typing import Any
+
+import engines
+import pytest
+
+from vllm_crossspec import config_parsing
+from vllm_crossspec.engine.speculators.routed import RoutedSpeculator
+
+NODES = 12
+DRAFTERS: dict[str, Any] = {
+    "eagle3": {"model": str(engines.EAGLE3), "tree": {"num_nodes": NODES, "depth": 5, "top_k": 4}},
+    "chain": {"of": "eagle3", "num_speculative_tokens": 3},
+    "narrow": {"of": "eagle3", "tree": {"num_nodes": 6, "depth": 3, "top_k": 3}},
+    "dflash": {"model": str(engines.DFLASH), "tree": {"num_nodes": NODES}},
+    "block": {"of": "dflash", "num_speculative_tokens": 5},
+    "ngram": {"num_speculative_tokens": 4},
+    "plain": {"type": "none"},
+}
+WIDTHS = {"eagle3": NODES, "chain": 3, "narrow": 6, "dflash": NODES, "block": 5, "ngram": 4, "plain": 0}
+
+
+def spec(drafters: dict[str, Any], **router: Any) -> dict[str, Any]:
+    return {"method": "whiflash", "drafters": drafters, "router": router}
+
+
+def parsed(drafters: dict[str, Any]) -> Any:
+    return config_parsing.parse(spec(drafters, policy="fixed", drafter=next(iter(drafters))), ())
+
+
+def test_a_form_has_its_owners_settings_and_its_own():
+    owner = {"type": "eagle3", "model": "m", "dtype": "bfloat16", "tree": {"num_nodes": 9}}
+    config = parsed({"chain": {"of": "e", "num_speculative_tokens": 3}, "e": owner})
+    chain = config.drafters["chain"]
+    assert (chain.kind, chain.model, chain.dtype, chain.of) == ("eagle3", "m", "bfloat16", "e")
+    assert chain.tree.is_chain and not config.drafters["e"].tree.is_chain
+    assert config.owners == ("e",) and config.owner_of("chain") == config.owner_of("e") == "e"
+
+
+@pytest.mark.parametrize(
+    ("drafters", "message"),
+    [
+        ({"a": {"of": "eagl3"}, "eagle3": {"model": "m"}}, "drafters.a.of must name another.*did you mean 'eagle3'"),
+        ({"eagle3": {"of": "eagle3", "model": "m"}}, "drafters.eagle3.of must name another"),
+        ({"a": {"of": "b"}, "b": {"of": "eagle3"}, "eagle3": {"model": "m"}}, "a.of: b uses .* of eagle3 itself"),
+        ({"a": {"of": "eagle3", "dtype": "bfloat16"}, "eagle3": {"model": "m"}}, "a.dtype is the same for all"),
+        ({"a": {"of": "ngram"}, "ngram": {}}, "a.of: a ngram drafter has no weights to share"),
+        ({"a": {"of": "confu"}, "confu": {"model": "m"}}, "a.of: a confu drafter contemplates for one form"),
+        ({"ngram": {"model": "m"}}, "ngram.model: a ngram drafter has no weights"),
+        ({"ngram": {"prompt_lookup_max": 3}}, "belongs to vLLM's own 'ngram'.*\"max_match\": 3"),
+        ({"ngram": {"lookup": {"share": True}}}, "lookup.share: a ngram drafter looks into the request's own text"),
+        ({"suffix": {"lookup": {"min_match": 9, "max_match": 4}}}, "lookup.min_match is 9, and at most 4"),
+        ({"suffix": {"lookup": {"max_mtch": 4}}}, "unknown key 'drafters.suffix.lookup.max_mtch'.*max_match"),
+        ({"suffix": {"tree": {"top_k": 4}}}, "tree.top_k: a matches tree has as many branches as were found"),
+        ({"suffix": {"tree": {"depth": 4}}}, "tree.depth: a matches tree is as deep as num_speculative_tokens"),
+        ({"eagle3": {"model": "m", "tree": {"type": "matches"}}}, "tree.type 'matches' does not suit a eagle3"),
+        ({"eagle3": {"model": "m", "lookup": {}}}, "lookup is for drafters without weights"),
+    ],
+)
+def test_what_is_refused(drafters, message):
+    with pytest.raises(ValueError, match=message):
+        config_parsing.parse(spec(drafters), ("prompt_lookup_max",))
+
+
+def test_nothing_alone_is_refused():
+    with pytest.raises(ValueError, match="to draft nothing at all leave out --speculative-config"):
+        config_parsing.parse({"method": "none"}, ())
+
+
+# -- in engines -------------------------------------------------------------------------------------------------------
+
+
+def everything(llm: Any) -> list[Any]:
+    prompts = engines.prompts(6)
+    return [
+        engines.generate(llm, prompts, max_tokens=24),
+        engines.generate(llm, prompts[:1], max_tokens=24),
+        engines.generate(llm, prompts[:3], max_tokens=12, temperature=0.8, top_p=0.95, seed=7),
+    ]
+
+
+@functools.cache
+def plain() -> list[Any]:
+    with engines.engine(None) as llm:
+        return everything(llm)
+
+
+def take_turns(worker: Any) -> None:
+    """Route request r of a round to drafter (round + r) mod N, and keep the rows that each brought to the target."""
+    host: RoutedSpeculator = worker.model_runner.speculator
+    worker.turn, worker.widths, decide, runner = 0, [], host.router.decide, worker.model_runner
+    names = host.order
+    worker.drafted = {}
+
+    def decided(states: Any, rows: Any, idx_mapping: Any, num_sampled: Any, out: Any) -> None:
+        decide(states, rows, idx_mapping, num_sampled, out)
+        for row in range(idx_mapping.shape[0]):
+            if int(out[row]) >= 0:
+                out[row] = (worker.turn + row) % len(names)
+                worker.drafted[int(idx_mapping[row])] = names[int(out[row])]
+        worker.turn += 1
+
+    prepare = runner.prepare_inputs
+
+    def prepared(*arguments: Any, **options: Any) -> Any:
+        batch = prepare(*arguments, **options)
+        if batch.num_draft_tokens_per_req is not None:
+            for row in range(batch.num_reqs):
+                name = worker.drafted.get(int(batch.idx_mapping_np[row]))
+                worker.widths.append((name, int(batch.num_draft_tokens_per_req[row])))
+        return batch
+
+    host.router.decide, runner.prepare_inputs = decided, prepared
+
+
+@pytest.mark.e2e
+def test_all_forms_by_turns_are_plains_text_and_no_row_is_verified_for_nothing():
+    with engines.engine(spec(DRAFTERS, policy="fixed", drafter="eagle3")) as llm:
+        llm.collective_rpc(take_turns)
+        assert everything(llm) == plain()
+        stats = llm.collective_rpc("crossspec_stats")[0]
+        widths = llm.collective_rpc(lambda worker: worker.widths)[0]
+    assert all(width <= WIDTHS[name] for name, width in widths if name)
+    assert {name for name, width in widths if name and width == WIDTHS[name]} == set(WIDTHS)
+    assert stats["plain"]["accepted_tokens"] == 0
+    for name in ("eagle3", "chain", "narrow", "dflash", "block"):
+        assert stats[name]["accepted_tokens"] > 5, name
+
+
+@pytest.mark.e2e
+def test_a_form_drafts_what_a_drafter_of_its_own_would():
+    """Beside its owner or alone, with one cache or its own: the same drafts, so the same acceptance."""
+    accepted = {}
+    for name in ("chain", "block"):
+        owner = DRAFTERS[name]["of"]
+        shared = spec({owner: DRAFTERS[owner], name: DRAFTERS[name]}, policy="fixed", drafter=name)
+        own = {"type": owner, "model": DRAFTERS[owner]["model"]} | {"num_speculative_tokens": WIDTHS[name]}
+        alone = spec({owner: DRAFTERS[owner], name: own}, policy="fixed", drafter=name)
+        for spelled in (shared, alone):
+            with engines.engine(spelled) as llm:
+                assert everything(llm) == plain()
+                stats = llm.collective_rpc("crossspec_stats")[0][name]
+                accepted.setdefault(name, []).append((stats["accepted_tokens"], stats["drafts"]))
+    assert all(first == second and first[0] > 20 for first, second in accepted.values())
+
+
+@pytest.mark.e2e
+def test_nothing_drafted_is_one_row_a_request_and_others_follow_it_at_once():
+    drafters = {name: DRAFTERS[name] for name in ("eagle3", "plain")}
+    with engines.engine(spec(drafters, policy="fixed", drafter="plain")) as llm:
+        assert everything(llm) == plain()
+        stats = llm.collective_rpc("crossspec_stats")[0]
+    assert stats["eagle3"]["drafts"] == 0 and stats["plain"]["accepted_tokens"] == 0
+
+
+@pytest.mark.e2e
+def test_goodput_by_experience_is_plains_text_and_follows_what_drafts_are_worth():
+    """No costs are measured here, so that most tokens win: those of the large tree, not those of the others."""
+    with engines.engine(spec(DRAFTERS, policy="goodput")) as llm:
+        for _ in range(3):
+            assert everything(llm) == plain()
+        stats = llm.collective_rpc("crossspec_stats")[0]
+    drafts = {name: found["drafts"] for name, found in stats.items()}
+    assert max(drafts, key=drafts.__getitem__) in ("eagle3", "dflash")
+    assert drafts["eagle3"] + drafts["dflash"] > 0.6 * sum(drafts.values())
+
+
+@pytest.mark.e2e
+def test_nothing_is_learned_from_requests_that_want_no_drafts():
+    from vllm import SamplingParams
+
+    with engines.engine(spec(DRAFTERS, policy="goodput")) as llm:
+        off = SamplingParams(temperature=0.0, max_tokens=24, extra_args={"crossspec": "off"})
+        llm.generate(engines.prompts(4), off, use_tqdm=False)
+        every = llm.collective_rpc(lambda w: w.model_runner.speculator.router.experience.known.every.tolist())[0]
+        assert not any(map(any, every))
+        engines.generate(llm, engines.prompts(4), max_tokens=24)
+        every = llm.collective_rpc(lambda w: w.model_runner.speculator.router.experience.known.every.tolist())[0]
+        assert any(map(any, every))
+
+
+@pytest.mark.e2e
+def test_goodput_goes_by_costs_that_are_measured_at_start_up(monkeypatch):
+    monkeypatch.delenv("CROSSSPEC_FIXED_WIDTHS")
+    drafters = {name: DRAFTERS[name] for name in ("eagle3", "chain", "plain")}
+    with engines.engine(spec(drafters, policy="goodput"), max_num_seqs=4) as llm:
+        costs = llm.collective_rpc(lambda worker: worker.model_runner.speculator.router.costs)[0]
+        prompts = engines.prompts(4)
+        assert engines.generate(llm, prompts, max_tokens=24) == [text[:24] for text in plain()[0][:4]]
+    if costs is None:  # where kernels are interpreted nothing is
+        assert os.environ.get("TRITON_INTERPRET") == "1"
+        return
+    of = {name: costs.round_seconds(0)[number] for number, name in enumerate(("eagle3", "chain", "plain"))}
+    assert of["eagle3"] > of["chain"] > of["plain"] > 0
+    assert costs.draft[0][2] < 0.2 * costs.draft[0][1]

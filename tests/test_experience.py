@@ -1,0 +1,162 @@
+"""Routing by experience: the kernels against plain numbers, and what the policy does with drafters of known worth."""
+
+import random
+
+import pytest
+import torch
+
+from vllm_crossspec.router.base import Router, RouterSettings
+from vllm_crossspec.router.costs import RoundCosts
+from vllm_crossspec.router.experience import PROBE_EVERY, Experience, drafter_sets
+from vllm_crossspec.router.naive import Learned, route_by_experience
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+SLOTS = 200
+
+
+def ints(values):
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize("num_reqs", [1, 3, 150])
+@pytest.mark.parametrize("num_drafters", [2, 5])
+def test_kernels_against_plain_numbers(num_reqs, num_drafters):
+    """Rounds of random worth: the same choice in every one, as far as two choices are not as good as equal."""
+    generator = random.Random(num_reqs + num_drafters)
+    owners = [0, 1, 0, 3, 4][:num_drafters]
+    priors = [generator.uniform(1, 4) for _ in owners]
+    costs = [
+        [generator.uniform(0, 0.3) for _ in owners],
+        [generator.uniform(0.7, 1) for _ in owners],
+        [0.1] * num_drafters,
+    ]
+    experience = Experience(tuple(owners), tuple(priors), True, SLOTS, DEVICE)
+    learned, previous = Learned(priors), torch.full((SLOTS,), -1, dtype=torch.int32, device=DEVICE)
+    routes = torch.zeros(num_reqs + 1, dtype=torch.int32, device=DEVICE)
+    last_forecast: dict[int, float] = {}
+    differing = total = 0
+    for turn in range(1, 30):
+        slots = generator.sample(range(SLOTS if turn % 5 else num_reqs + 5), num_reqs)
+        tokens = [generator.choice([0, 1, 2, 5]) for _ in slots]
+        forecasts = [
+            [generator.choice([-1.0, 0.0, 2.5]) if d == num_drafters - 1 else -1.0 for d in range(num_drafters)]
+            for _ in slots
+        ]
+        experience.known.forecasts[:num_reqs] = torch.tensor(forecasts, device=DEVICE)
+        before = previous.tolist()
+        experience.num_rounds = PROBE_EVERY * turn - 1 if turn % 3 == 0 else turn
+        probe = turn % num_drafters if turn % 3 == 0 else -1
+        experience.decide(torch.tensor(costs, device=DEVICE), ints([*slots, -1]), ints([*tokens, 3]), previous, routes)
+
+        learned.learn(
+            [
+                (s, before[s], n, last_forecast.get(s, -1.0))
+                for s, n in zip(slots, tokens, strict=True)
+                if n and before[s] >= 0
+            ]
+        )
+        deciding = [row for row, n in enumerate(tokens) if n]
+        found = routes.tolist()
+        assert found[-1] == -1 and all((found[row] >= 0) == (row in deciding) for row in range(num_reqs))
+        if not deciding:
+            continue
+        expected = [
+            [learned.expected(slots[row], d, forecasts[row][d]) for d in range(num_drafters)] for row in deciding
+        ]
+        # The kernel shares a step among all rows of the batch, those without a decision and padding among them.
+        wanted = route_by_experience(
+            expected,
+            costs,
+            owners,
+            [before[slots[row]] for row in deciding],
+            drafter_sets(num_drafters),
+            probe,
+            num_reqs + 1,
+        )
+        total += 1
+        differing += wanted != [found[row] for row in deciding]
+        for row in deciding:
+            assert previous[slots[row]] == found[row]
+            last_forecast[slots[row]] = forecasts[row][found[row]]
+    own = experience.known.own.cpu()
+    for slot, known in learned.own.items():
+        torch.testing.assert_close(own[slot], torch.tensor(known), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(experience.known.every.cpu(), torch.tensor(learned.every), rtol=1e-5, atol=1e-4)
+    assert differing <= total / 10, "float32 decides near ties otherwise"
+
+
+def run(worth, seconds, num_rounds=300, num_reqs=4, explores=True, forecasts=None, seed=0):
+    """Route requests whose rounds bring what ``worth(request, drafter, round)`` says; the routes of each round."""
+    num_drafters = len(seconds[0])
+    settings = RouterSettings("goodput", tuple("abcdef"[:num_drafters]), explores=explores)
+    router = Router(settings, hidden_size=8, vocab_size=8, max_num_reqs=SLOTS, dtype=torch.float32, device=DEVICE)
+    router.set_costs(RoundCosts((num_reqs,), (tuple(seconds[0]),), (tuple(seconds[1]),), ((0.0,) * num_drafters,)))
+    generator, routes = random.Random(seed), torch.zeros(SLOTS, dtype=torch.int32, device=DEVICE)
+    sampled, taken, states = [1] * num_reqs, [], torch.zeros(num_reqs, 8, device=DEVICE)
+    for number in range(num_rounds):
+        if forecasts is not None:
+            router.experience.known.forecasts[:num_reqs] = torch.tensor(forecasts(number), device=DEVICE)
+        router.decide(states, ints(range(num_reqs)).long(), ints(range(num_reqs)), ints(sampled), routes)
+        taken.append(routes[:num_reqs].tolist())
+        means = [worth(row, drafter, number) for row, drafter in enumerate(taken[-1])]
+        sampled = [1 + sum(generator.random() < (mean - 1) / 8 for _ in range(8)) for mean in means]
+    return taken
+
+
+def share(taken, drafter, start=150):
+    routes = [route for batch in taken[start:] for route in batch]
+    return routes.count(drafter) / len(routes)
+
+
+def test_the_most_tokens_a_second_win_not_the_most_tokens():
+    taken = run(lambda row, drafter, number: (5.0, 3.0)[drafter], [[1.0, 0.1], [1.0, 1.0]])
+    assert share(taken, 1) > 0.95  # 3 / 1.1 > 5 / 2
+    taken = run(lambda row, drafter, number: (5.0, 3.0)[drafter], [[0.3, 0.1], [1.0, 1.0]])
+    assert share(taken, 0) > 0.95
+
+
+def test_requests_get_the_drafters_that_suit_them_where_both_are_worth_their_cost():
+    worth = lambda row, drafter, number: 6.0 if drafter == row % 2 else 2.0  # noqa: E731
+    taken = run(worth, [[0.2, 0.2], [1.0, 1.0]], num_rounds=400)
+    assert all(batch == [0, 1, 0, 1] for batch in taken[-20:])
+    # A second drafter that costs as much as the target itself is not worth it.
+    taken = run(worth, [[3.0, 3.0], [1.0, 1.0]], num_rounds=400)
+    assert all(len(set(batch)) == 1 for batch in taken[-20:])
+
+
+def test_a_drafter_that_becomes_better_is_found_out_and_only_by_exploring():
+    worth = lambda row, drafter, number: (3.0, 1.2 if number < 200 else 7.0)[drafter]  # noqa: E731
+    assert share(run(worth, [[0.2, 0.2], [1.0, 1.0]], num_rounds=1200), 1, start=1000) > 0.9
+    assert share(run(worth, [[0.2, 0.2], [1.0, 1.0]], num_rounds=1200, explores=False), 1, start=1000) < 0.1
+
+
+def test_exploring_is_bounded():
+    taken = run(lambda row, drafter, number: (5.0, 3.5, 1.1)[drafter], [[0.2] * 3, [1.0] * 3], num_rounds=1000)
+    assert share(taken, 0, start=100) > 1 - 2 / PROBE_EVERY
+
+
+def test_a_forecast_counts_when_it_is_made_and_as_far_as_it_came_true():
+    """A lookup that has found something is taken in that very round, and one whose word is worth nothing is not."""
+    told = lambda number: [[-1.0, 5.0 if number % 4 == 0 else 0.0]] * 4  # noqa: E731
+    honest = lambda row, drafter, number: (3.0, 6.0 if number % 4 == 0 else 1.0)[drafter]  # noqa: E731
+    taken = run(honest, [[0.3, 0.0], [1.0, 1.0]], forecasts=told)
+    assert all(
+        batch == [number % 4 == 0] * 4
+        for number, batch in enumerate(taken)
+        if number > 200 and (number + 1) % PROBE_EVERY
+    )
+    liar = lambda row, drafter, number: (3.0, 1.0)[drafter]  # noqa: E731
+    assert share(run(liar, [[0.3, 0.0], [1.0, 1.0]], forecasts=told), 0) > 0.95
+
+
+def test_a_new_request_starts_from_what_all_have_shown():
+    experience = Experience((0, 1), (2.0, 2.0), False, SLOTS, DEVICE)
+    costs = torch.tensor([[0.1, 0.1], [1.0, 1.0], [0.0, 0.0]], device=DEVICE)
+    previous, routes = torch.full((SLOTS,), -1, dtype=torch.int32, device=DEVICE), ints([0])
+    previous[0] = 1
+    for _ in range(50):
+        experience.decide(costs, ints([0]), ints([6]), previous, routes)
+    experience.release(torch.tensor([0], device=DEVICE))
+    previous[0] = -1
+    experience.decide(costs, ints([0]), ints([1]), previous, routes)
+    assert routes.tolist() == [1] and not experience.known.own[0].any()

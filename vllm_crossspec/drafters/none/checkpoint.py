@@ -1,0 +1,11 @@
+"""There is no checkpoint, and one draft token is the least that vLLM knows."""
+
+from typing import Any
+
+from vllm_crossspec.drafters.ngram import checkpoint
+from vllm_crossspec.types import DrafterFacts, TargetFacts
+
+
+def read_facts(config: dict[str, Any], key: str, target: TargetFacts) -> DrafterFacts:
+    """See the registry (``drafters.base``)."""
+    return checkpoint.read_facts(config, key, target)._replace(max_draft_tokens=1, default_draft_tokens=1)

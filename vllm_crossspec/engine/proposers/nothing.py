@@ -1,0 +1,25 @@
+"""A drafter that drafts nothing, so that a router can choose to."""
+
+import torch
+from torch import nn
+from vllm.config import VllmConfig
+
+from vllm_crossspec.engine.draft_settings import DraftSettings
+from vllm_crossspec.engine.proposers.base import empty_tree, first_rows
+from vllm_crossspec.engine.proposers.stateless import CachelessProposer
+from vllm_crossspec.types import Candidates, StepInputs
+
+
+class NothingProposer(CachelessProposer):
+    """Trees without nodes."""
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
+        super().__init__(vllm_config, device, name, drafts)
+        self.tree = empty_tree(vllm_config.scheduler_config.max_num_seqs, drafts.num_nodes, device)
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """There is nothing to load."""
+
+    def propose_step(self, step: StepInputs) -> Candidates:
+        """No launch."""
+        return Candidates(tree=first_rows(self.tree, step.batch.num_reqs))
