@@ -220,7 +220,7 @@ class Campaign:
     def run(self, all_steps: Sequence[Step], only: Sequence[str] = ()) -> None:
         """Run what has not passed yet, in order, as far as the minutes go."""
         for step in all_steps:
-            if self._has_passed(step.name) or (only and not any(step.name.startswith(name) for name in only)):
+            if self._is_done(step) or (only and not any(step.name.startswith(name) for name in only)):
                 continue
             missing = [name for name in step.needs if not self._has_passed(name)]
             if step.choices and not any(self._has_passed(need) for need, _ in step.choices):
@@ -232,6 +232,14 @@ class Campaign:
             else:
                 self._run(step)
 
+    def _is_done(self, step: Step) -> bool:
+        """Whether it has passed with all that it can have: what was mended since is not left out."""
+        return self._has_passed(step.name) and self.state[step.name].get("chosen", []) == self._chosen(step)
+
+    def _chosen(self, step: Step) -> list[str]:
+        """What is appended to the step's command."""
+        return [word for need, words in step.choices if self._has_passed(need) for word in words]
+
     def _has_passed(self, name: str) -> bool:
         step, _, part = name.partition("/")
         state = self.state.get(step, {})
@@ -240,7 +248,7 @@ class Campaign:
     def _run(self, step: Step) -> None:
         document, log = self.out / f"{step.name}.json", self.out / f"{step.name}.log"
         document.unlink(missing_ok=True)
-        chosen = [word for need, words in step.choices if self._has_passed(need) for word in words]
+        chosen = self._chosen(step)
         command = [word.replace("{json}", str(document)) for word in [*step.command, *chosen]]
         limit = 60 * min(STEP_MINUTES, self.minutes - self.spent)
         earlier = self.state.get(step.name, {}).get("seconds", 0.0)
@@ -265,11 +273,9 @@ class Campaign:
             wrong = f"ended after {limit / 60:.1f} minutes"
         elif code and not wrong:
             wrong = f"exit code {code}: {_last_line(log)}"
-        self._note(step, wrong, seconds, [name for name, why in parts.items() if not why])
-
-    def _note(self, step: Step, why: str, seconds: float, passed_parts: Sequence[str]) -> None:
-        status = "failed" if why else "passed"
-        self._write(step, {"status": status, "why": why, "seconds": round(seconds, 3), "passed_parts": passed_parts})
+        passed = [name for name, why in parts.items() if not why]
+        state = {"status": "failed" if wrong else "passed", "why": wrong, "seconds": round(seconds, 3)}
+        self._write(step, {**state, "passed_parts": passed, "chosen": chosen})
 
     def _skip(self, step: Step, why: str) -> None:
         """Keep what an earlier call has seen of the step."""

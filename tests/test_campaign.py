@@ -71,6 +71,24 @@ def test_the_next_call_skips_what_has_passed_and_tries_the_rest_again(tmp_path):
     assert again.state["later"]["seconds"] > 0
 
 
+def test_a_step_of_several_runs_again_with_what_was_mended_since(tmp_path):
+    """A method whose text was wrong at first is timed in the next call, with the others."""
+    flag = tmp_path / "flag"
+    fails = command(f"raise SystemExit(not __import__('os').path.exists({str(flag)!r}))")
+    told = command(f"open({str(tmp_path / 'told')!r}, 'a').write(' '.join(__import__('sys').argv[1:]) + ';')")
+    steps = [
+        Step("a", command("pass")),
+        Step("b", fails),
+        Step("bench", told, choices=(("a", ("a",)), ("b", ("b",)))),
+    ]
+    Campaign(tmp_path, 40).run(steps)
+    Campaign(tmp_path, 40).run(steps)
+    flag.touch()
+    for _ in range(2):
+        Campaign(tmp_path, 40).run(steps)
+    assert (tmp_path / "told").read_text() == "a;a b;"
+
+
 def test_a_step_that_hangs_is_ended_with_all_its_processes(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "STEP_MINUTES", 1 / 60)
     sleeps = f"{tmp_path.name!r}; import time; time.sleep(60)"

@@ -154,7 +154,7 @@ def test_a_new_request_starts_from_what_all_have_shown():
     costs = torch.tensor([[0.1, 0.1], [1.0, 1.0], [0.0, 0.0]], device=DEVICE)
     previous, routes = torch.full((SLOTS,), -1, dtype=torch.int32, device=DEVICE), ints([0])
     previous[0] = 1
-    for _ in range(50):
+    for _ in range(12):
         experience.decide(costs, ints([0]), ints([6]), previous, routes)
     experience.release(torch.tensor([0], device=DEVICE))
     previous[0] = -1

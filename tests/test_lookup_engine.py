@@ -168,3 +168,17 @@ def test_four_drafters_of_which_two_have_no_weights():
 def test_async_scheduling():
     with engines.async_scheduling_on_cpu(), engines.engine(SPECS["suffix-share"], async_scheduling=True) as llm:
         assert engines.generate(llm, engines.prompts(8)) == results("plain").tokens["eight"]
+
+
+def test_beside_vllms_own_ngram():
+    """The same texts and lengths of matches: plain's text from both, and no fewer tokens accepted a draft."""
+    own = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 2, "prompt_lookup_max": 8}
+    found = {}
+    texts = [{"prompt_token_ids": prompt} for prompt in known_prompts()]
+    for name, spec in {"plain": None, "vLLM": own, "ours": SPECS["ngram"]}.items():
+        with engines.engine(spec, skip_tokenizer_init=True) as llm:
+            tokens = engines.generate(llm, texts, max_tokens=64, ignore_eos=True)
+            counts = engines.counts(llm)
+            found[name] = tokens, counts.accepted, sum(map(len, tokens)) - counts.accepted
+    assert found["ours"][0] == found["vLLM"][0] == found["plain"][0]
+    assert found["ours"][1] >= 0.9 * found["vLLM"][1] > 20

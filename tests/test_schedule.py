@@ -35,6 +35,20 @@ def waits_then_computes(rows):
 # -- the choice -------------------------------------------------------------------------------------------------------
 
 
+def test_a_router_that_may_choose_not_to_draft_takes_the_schedules_place():
+    from vllm_crossspec.engine.frontend.schedule import resolve_schedules
+
+    drafters = {"eagle3": {"model": "m", "tree": {"num_nodes": 9}}, "plain": {"type": "none"}}
+    for policy, more, expected in (
+        ({"policy": "goodput"}, {}, None),
+        ({"policy": "goodput"}, {"by_batch_size": "auto"}, "auto"),
+        ({"policy": "entropy"}, {}, "auto"),
+    ):
+        own = {**drafters, "eagle3": {**drafters["eagle3"], "tree": {"num_nodes": 9, **more}}}
+        config = parse({"method": "whiflash", "drafters": own, "router": policy}, ())
+        assert resolve_schedules(config, True).drafters["eagle3"].tree.by_batch_size == expected
+
+
 def test_query_lens_are_the_tree_its_parts_a_chain_and_nothing():
     assert WIDTHS == (60, 30, 15, 8, 0)
     assert candidate_widths(4, 8) == (4, 2, 1, 0)

@@ -306,6 +306,13 @@ class CrossSpecConfig(Settings):
         return drafter.tree.num_nodes or drafter.num_speculative_tokens or 0
 
     @property
+    def routes_load(self) -> bool:
+        """Whether the router itself drops drafts where they cost more than they bring."""
+        router, kinds = self.router, (drafter_kind(drafter.kind, "") for drafter in self.drafters.values())
+        by_experience = router is not None and router.policy == "goodput" and router.model is None
+        return by_experience and any(kind.supplies == "nothing" for kind in kinds)
+
+    @property
     def differs_in_width(self) -> bool:
         """Whether the requests of a batch may bring different numbers of draft rows."""
         return self.is_adaptive or (self.is_routed and len(set(map(self.width_of, self.drafters))) > 1)

@@ -20,7 +20,10 @@ def can_measure(parallel_config: Any) -> bool:
 
 
 def resolve_schedules(settings: CrossSpecConfig, can_measure: bool) -> CrossSpecConfig:
-    """Trees without a schedule get "auto"; none stays "auto" where nothing is measured or a drafter has its own."""
+    """Trees without a schedule get "auto"; none stays "auto" where nothing is measured or a drafter has its own.
+
+    A router that weighs a round's tokens against its cost, and may choose not to draft, takes the place of a schedule.
+    """
     given = [d.tree.by_batch_size for d in settings.drafters.values()]
     trees_recorded = any(d.adaptive is not None and d.adaptive.type == "record" for d in settings.drafters.values())
     is_auto = can_measure and not trees_recorded and not any(isinstance(schedule, dict) for schedule in given)
@@ -30,7 +33,7 @@ def resolve_schedules(settings: CrossSpecConfig, can_measure: bool) -> CrossSpec
         schedule: Any = drafter.tree.by_batch_size
         if records:
             schedule = {1: 0}  # drafts are kept, and none is verified
-        elif schedule == "auto" or (schedule is None and not drafter.tree.is_chain):
+        elif schedule == "auto" or (schedule is None and not drafter.tree.is_chain and not settings.routes_load):
             schedule = "auto" if is_auto else None
         tree = drafter.tree.model_copy(update={"by_batch_size": schedule})
         drafters[name] = drafter.model_copy(update={"tree": tree})

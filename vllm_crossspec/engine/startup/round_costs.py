@@ -52,10 +52,11 @@ def batch_sizes(runner: Any, step_costs: load.StepTable | None) -> dict[int, int
     They end where a step has more rows than ``load`` measures, but for the smallest.
     """
     found: dict[int, int] = {}
+    most = load.MAX_ROWS_ON_CPU if runner.device.type == "cpu" else load.MAX_ROWS
     for size in (1 << i for i in range(runner.max_num_reqs.bit_length())):
         width = scheduled_width(runner.vllm_config, step_costs, size)
         rows = size * max(width + 1, runner.speculator.num_query_per_req)
-        if not width or rows > runner.max_num_tokens or (found and rows > load.MAX_ROWS):
+        if not width or rows > runner.max_num_tokens or (found and rows > most):
             break
         found[size] = width
     return found
