@@ -30,7 +30,7 @@ def test_kernels_against_plain_numbers(num_reqs, num_drafters):
         [generator.uniform(0.7, 1) for _ in owners],
         [0.1] * num_drafters,
     ]
-    experience = Experience(tuple(owners), tuple(priors), True, SLOTS, DEVICE)
+    experience = Experience(tuple(owners), tuple(priors), tuple(range(num_drafters)), SLOTS, DEVICE)
     learned, previous = Learned(priors), torch.full((SLOTS,), -1, dtype=torch.int32, device=DEVICE)
     routes = torch.zeros(num_reqs + 1, dtype=torch.int32, device=DEVICE)
     last_forecast: dict[int, float] = {}
@@ -88,7 +88,9 @@ def test_kernels_against_plain_numbers(num_reqs, num_drafters):
 def run(worth, seconds, num_rounds=300, num_reqs=4, explores=True, forecasts=None, seed=0):
     """Route requests whose rounds bring what ``worth(request, drafter, round)`` says; the routes of each round."""
     num_drafters = len(seconds[0])
-    settings = RouterSettings("goodput", tuple("abcdef"[:num_drafters]), explores=explores)
+    tried = None if explores else ()
+    priors = (3.0,) * num_drafters
+    settings = RouterSettings("goodput", tuple("abcdef"[:num_drafters]), priors=priors, tried=tried)
     router = Router(settings, hidden_size=8, vocab_size=8, max_num_reqs=SLOTS, dtype=torch.float32, device=DEVICE)
     router.set_costs(RoundCosts((num_reqs,), (tuple(seconds[0]),), (tuple(seconds[1]),), ((0.0,) * num_drafters,)))
     generator, routes = random.Random(seed), torch.zeros(SLOTS, dtype=torch.int32, device=DEVICE)
@@ -117,10 +119,10 @@ def test_the_most_tokens_a_second_win_not_the_most_tokens():
 
 def test_requests_get_the_drafters_that_suit_them_where_both_are_worth_their_cost():
     worth = lambda row, drafter, number: 6.0 if drafter == row % 2 else 2.0  # noqa: E731
-    taken = run(worth, [[0.2, 0.2], [1.0, 1.0]], num_rounds=400)
+    taken = run(worth, [[0.2, 0.2], [1.0, 1.0]], num_rounds=800)
     assert all(batch == [0, 1, 0, 1] for batch in taken[-20:])
     # A second drafter that costs as much as the target itself is not worth it.
-    taken = run(worth, [[3.0, 3.0], [1.0, 1.0]], num_rounds=400)
+    taken = run(worth, [[3.0, 3.0], [1.0, 1.0]], num_rounds=800)
     assert all(len(set(batch)) == 1 for batch in taken[-20:])
 
 
@@ -150,7 +152,7 @@ def test_a_forecast_counts_when_it_is_made_and_as_far_as_it_came_true():
 
 
 def test_a_new_request_starts_from_what_all_have_shown():
-    experience = Experience((0, 1), (2.0, 2.0), False, SLOTS, DEVICE)
+    experience = Experience((0, 1), (2.0, 2.0), (), SLOTS, DEVICE)
     costs = torch.tensor([[0.1, 0.1], [1.0, 1.0], [0.0, 0.0]], device=DEVICE)
     previous, routes = torch.full((SLOTS,), -1, dtype=torch.int32, device=DEVICE), ints([0])
     previous[0] = 1

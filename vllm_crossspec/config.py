@@ -195,7 +195,7 @@ class RouterConfig(Settings):
             be expected to do better. One number, or one for each drafter but the last in routing order. "auto" is set
             from the drafters' costs.
         max_backlog: most tokens that a request's inactive drafter may miss before it catches up.
-        explore: ``goodput`` without ``model``: whether a round in 64 is another drafter's, to see what it is worth now.
+        explore: ``goodput`` without ``model``: whether every 64th round tries a drafter, by turns.
         lazy: whether inactive drafters wait; if not, all of them catch up in every round.
     """
 

@@ -34,7 +34,7 @@ class RouterSettings(NamedTuple):
         fixed: number of the drafter of policy ``fixed``.
         owners: [N] whose cache each drafter uses, as numbers of drafters; None: each its own.
         priors: [N] tokens of a round with each before anything is known; None: all the same.
-        explores: whether other drafters are tried every now and then, of a policy that learns.
+        tried: of a policy that learns, drafters that are tried every now and then; None: all of them.
     """
 
     policy: str
@@ -45,7 +45,7 @@ class RouterSettings(NamedTuple):
     fixed: int = 0
     owners: tuple[int, ...] | None = None
     priors: tuple[float, ...] | None = None
-    explores: bool = True
+    tried: tuple[int, ...] | None = None
 
 
 class Router:
@@ -225,4 +225,5 @@ class Router:
 def _experience(settings: RouterSettings, max_num_reqs: int, device: torch.device) -> Experience:
     num_drafters = len(settings.drafters)
     owners, priors = settings.owners or tuple(range(num_drafters)), settings.priors or (1.0,) * num_drafters
-    return Experience(owners, priors, settings.explores, max_num_reqs, device)
+    tried = tuple(range(num_drafters)) if settings.tried is None else settings.tried
+    return Experience(owners, priors, tried, max_num_reqs, device)

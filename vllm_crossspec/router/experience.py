@@ -20,15 +20,12 @@ OWN_MEMORY, ALL_MEMORY = 0.85, 0.99
 PRIOR_ROUNDS = 4.0
 """Rounds that count as much as what is expected without any; of a request, as what is known of all."""
 PROBE_EVERY = 64
-"""Rounds between two in which the batch tries another drafter, by turns."""
-PROBE_SLACK = 1.5
-"""A drafter is tried if it looks no worse than by this factor."""
+"""Rounds between two in which the whole batch tries a drafter, by turns: exploring costs one round of these at most."""
 MAX_TOGETHER = 2
-"""Most drafters of one round; all that are tried count as one."""
+"""Most drafters of one round."""
 
 _OWN_MEMORY, _ALL_MEMORY = tl.constexpr(OWN_MEMORY), tl.constexpr(ALL_MEMORY)
 _PRIOR = tl.constexpr(PRIOR_ROUNDS)
-_SLACK = tl.constexpr(PROBE_SLACK)
 _ROWS = tl.constexpr(64)
 
 
@@ -122,14 +119,14 @@ def _choose_kernel(
     DRAFTERS: tl.constexpr,
 ):
     row = tl.arange(0, _ROWS)
-    best_value, best_set, probe_value = 0.0, 1, 0.0
+    best_value, best_set = 0.0, 1
     # The last turn decides with the set that was best; those before only look what a set is worth.
     for turn in range(num_sets + 1):
         is_last = turn == num_sets
         members = tl.load(sets_ptr + turn, mask=turn < num_sets, other=0)
         if is_last:
             members = best_set
-            if (probe >= 0) & (probe_value * _SLACK >= best_value):
+            if probe >= 0:
                 members = 1 << probe
         draft = 0.0
         for drafter in tl.static_range(DRAFTERS):
@@ -173,7 +170,6 @@ def _choose_kernel(
         if num_deciding > 0:
             value = all_tokens / (draft + all_seconds / num_deciding)
             is_better = (value > best_value) & (turn < num_sets)
-            probe_value = tl.where((probe >= 0) & (members == (1 << tl.maximum(probe, 0))), value, probe_value)
             best_set = tl.where(is_better, members, best_set)
             best_value = tl.where(is_better, value, best_value)
 
@@ -184,7 +180,7 @@ class Experience:
     Args:
         owners: [N] whose cache each drafter uses, as numbers of drafters.
         priors: [N] tokens of a round before anything is known.
-        explores: whether every now and then a round is another drafter's, to see what it is worth now.
+        tried: drafters that are tried every now and then, by turns, to see what they are worth now; none: no round is.
         max_num_reqs: S.
         device: where it lives.
 
@@ -196,7 +192,7 @@ class Experience:
         self,
         owners: tuple[int, ...],
         priors: tuple[float, ...],
-        explores: bool,
+        tried: tuple[int, ...],
         max_num_reqs: int,
         device: torch.device,
     ):
@@ -211,7 +207,7 @@ class Experience:
         )
         self.owners = torch.tensor(owners, dtype=torch.int32, device=device)
         self.sets = torch.tensor(drafter_sets(num_drafters), dtype=torch.int32, device=device)
-        self.explores, self.num_rounds = explores, 0
+        self.tried, self.num_rounds = tried, 0
 
     def decide(
         self,
@@ -249,7 +245,7 @@ class Experience:
         """The drafter that is to be tried in this round; -1 for none."""
         self.num_rounds += 1
         turn, place = divmod(self.num_rounds, PROBE_EVERY)
-        return turn % len(self.owners) if self.explores and place == 0 else -1
+        return self.tried[turn % len(self.tried)] if self.tried and place == 0 else -1
 
 
 def drafter_sets(num_drafters: int) -> list[int]:

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from vllm_crossspec.router.experience import ALL_MEMORY, OWN_MEMORY, PRIOR_ROUNDS, PROBE_SLACK
+from vllm_crossspec.router.experience import ALL_MEMORY, OWN_MEMORY, PRIOR_ROUNDS
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
@@ -148,7 +148,7 @@ def route_by_experience(
         owners: [N] whose cache each drafter uses.
         previous: [R] drafter of the last round, -1 for none.
         sets: of drafters, as bits; each request takes the member that is worth most to it.
-        probe: a drafter to be tried where it may be better; -1 for none.
+        probe: a drafter that all are to try; -1 for none.
         num_rows: of the batch, R and those that decide nothing.
     """
     draft, verify, switch = costs
@@ -167,13 +167,9 @@ def route_by_experience(
             seconds += price[route] / len(expected)
         return routes, tokens / (seconds + sum(draft[d] for d in range(len(draft)) if members >> d & 1))
 
-    best, best_set, tried = 0.0, 1, 0.0
+    best, best_set = 0.0, 1
     for members in sets:
         _, value = choose(members, best)
-        if probe >= 0 and members == 1 << probe:
-            tried = value
         if value > best:
             best, best_set = value, members
-    if probe >= 0 and tried * PROBE_SLACK >= best:
-        best_set = 1 << probe
-    return choose(best_set, best)[0]
+    return choose(best_set if probe < 0 else 1 << probe, best)[0]

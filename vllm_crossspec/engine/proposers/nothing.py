@@ -15,10 +15,16 @@ class NothingProposer(CachelessProposer):
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
         super().__init__(vllm_config, device, name, drafts)
-        self.tree = empty_tree(vllm_config.scheduler_config.max_num_seqs, drafts.num_nodes, device)
+        max_num_reqs = vllm_config.scheduler_config.max_num_seqs
+        self.tree = empty_tree(max_num_reqs, drafts.num_nodes, device)
+        self.nothing = torch.zeros(max_num_reqs, dtype=torch.float32, device=device)
 
     def load_model(self, target_model: nn.Module) -> None:
         """There is nothing to load."""
+
+    def forecast(self, step: StepInputs) -> torch.Tensor:
+        """Nothing is accepted of nothing."""
+        return self.nothing[: step.batch.num_reqs]
 
     def propose_step(self, step: StepInputs) -> Candidates:
         """No launch."""

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from vllm_crossspec.config import CrossSpecConfig
+from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.router.base import Router, RouterSettings
 from vllm_crossspec.router.checkpoint import read_router
 from vllm_crossspec.tree.schedule import expected_tokens
@@ -31,7 +32,7 @@ def make_router(settings: CrossSpecConfig, vllm_config: Any, device: torch.devic
             fixed=order.index(settings.active),
             owners=tuple(order.index(settings.owner_of(name)) for name in order),
             priors=tuple(expected_tokens(settings.width_of(name)) for name in order),
-            explores=router.explore,
+            tried=_tried(settings),
         ),
         hidden_size=hidden_size,
         vocab_size=model_config.get_vocab_size(),
@@ -39,6 +40,15 @@ def make_router(settings: CrossSpecConfig, vllm_config: Any, device: torch.devic
         dtype=model_config.dtype,
         device=device,
     )
+
+
+def _tried(settings: CrossSpecConfig) -> tuple[int, ...]:
+    """The drafters of which only trying tells what they are worth; the others say it before they draft."""
+    assert settings.router is not None
+    if not settings.router.explore:
+        return ()
+    kinds = [drafter_kind(settings.drafters[name].kind, "") for name in settings.routing_order]
+    return tuple(number for number, kind in enumerate(kinds) if kind.supplies not in ("matches", "nothing"))
 
 
 def _thresholds(given: Any) -> tuple[float, ...] | None:
