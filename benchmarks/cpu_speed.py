@@ -34,7 +34,7 @@ ARMS: dict[str, dict[str, Any]] = {
     "chain": {"of": "tree", "num_speculative_tokens": 4},
     "dflash": {"model": "{pocket}/dflash", **BFLOAT16, "num_speculative_tokens": 7, "tree": BEST_FIRST},
     "suffix": {"tree": {"num_nodes": 8}},
-    "plain": {"type": "none"},
+    "plain": {"type": "nothing"},
 }
 """What a router by goodput chooses from; alone, by policy `fixed`, each is a method of its own."""
 

@@ -18,7 +18,7 @@ DRAFTERS: dict[str, Any] = {
     "dflash": {"model": str(engines.DFLASH), "tree": {"num_nodes": NODES}},
     "block": {"of": "dflash", "num_speculative_tokens": 5},
     "ngram": {"num_speculative_tokens": 4},
-    "plain": {"type": "none"},
+    "plain": {"type": "nothing"},
 }
 WIDTHS = {"eagle3": NODES, "chain": 3, "narrow": 6, "dflash": NODES, "block": 5, "ngram": 4, "plain": 0}
 
@@ -67,7 +67,7 @@ def test_what_is_refused(drafters, message):
 
 def test_nothing_alone_is_refused():
     with pytest.raises(ValueError, match="to draft nothing at all leave out --speculative-config"):
-        config_parsing.parse({"method": "none"}, ())
+        config_parsing.parse({"method": "nothing"}, ())
 
 
 # -- in engines -------------------------------------------------------------------------------------------------------

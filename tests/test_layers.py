@@ -169,8 +169,11 @@ def test_every_features_name_is_looked_for():
 
 NAMED_KINDS = {
     # Modules outside drafters/ that may say a kind's name: none decides by it, and why each has it.
-    "cli/demo.py": ("eagle3", "dflash", "dart", "confu", "draft_model", "flashhead"),  # its methods: data for --methods
+    # Its methods: data for --methods.
+    "cli/demo.py": ("eagle3", "dflash", "dart", "confu", "draft_model", "flashhead", "ngram", "suffix", "nothing"),
     "cli/flashhead.py": ("flashhead",),  # a command, of the head of this name
+    "cli/ngram.py": ("ngram", "nothing"),  # the command's name, and an ordinary word
+    "config_parsing.py": ("ngram",),  # the key of n-gram stores
     "config.py": ("flashhead",),  # the head of this name
     "engine/models/confu_config.py": ("eagle3",),  # a type of vLLM's, in one kind's own module
     "engine/vllm_api/speculative.py": ("dflash", "eagle3", "draft_model"),  # methods of vLLM's, the most room first

@@ -38,7 +38,7 @@ def waits_then_computes(rows):
 def test_a_router_that_may_choose_not_to_draft_takes_the_schedules_place():
     from vllm_crossspec.engine.frontend.schedule import resolve_schedules
 
-    drafters = {"eagle3": {"model": "m", "tree": {"num_nodes": 9}}, "plain": {"type": "none"}}
+    drafters = {"eagle3": {"model": "m", "tree": {"num_nodes": 9}}, "plain": {"type": "nothing"}}
     for policy, more, expected in (
         ({"policy": "goodput"}, {}, None),
         ({"policy": "goodput"}, {"by_batch_size": "auto"}, "auto"),

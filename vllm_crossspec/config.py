@@ -301,7 +301,7 @@ class CrossSpecConfig(Settings):
     def width_of(self, name: str) -> int:
         """Most draft nodes of a request by this drafter."""
         drafter = self.drafters[name]
-        if drafter_kind(drafter.kind, "").supplies == "nothing":
+        if drafter_kind(drafter.kind, "").supplies == "none":
             return 0
         return drafter.tree.num_nodes or drafter.num_speculative_tokens or 0
 
@@ -310,7 +310,7 @@ class CrossSpecConfig(Settings):
         """Whether the router itself drops drafts where they cost more than they bring."""
         router, kinds = self.router, (drafter_kind(drafter.kind, "") for drafter in self.drafters.values())
         by_experience = router is not None and router.policy == "goodput" and router.model is None
-        return by_experience and any(kind.supplies == "nothing" for kind in kinds)
+        return by_experience and any(kind.supplies == "none" for kind in kinds)
 
     @property
     def differs_in_width(self) -> bool:

@@ -99,7 +99,7 @@ def parse(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSpecConf
         for key in ("drafters", "router"):
             if key in raw:
                 raise ValueError(f"speculative_config.{key} belongs to method {META_METHODS[0]!r}, not to {method!r}")
-        if drafter_kind(method, "speculative_config.method").supplies == "nothing":
+        if drafter_kind(method, "speculative_config.method").supplies == "none":
             raise ValueError(
                 f"speculative_config.method {method!r} is for a router to choose; to draft nothing at all leave out "
                 "--speculative-config"

@@ -48,7 +48,7 @@ ARMS: dict[str, dict[str, Any]] = {
         "tree": {"type": "best_first", "num_nodes": 15},
     },
     "suffix": {"tree": {"num_nodes": 15}},
-    "plain": {"type": "none"},
+    "plain": {"type": "nothing"},
 }
 
 METHODS: dict[str, dict[str, Any] | None] = {

@@ -90,7 +90,7 @@ class DrafterKind(NamedTuple):
         return load(self.tree_proposer if is_tree else self.proposer)
 
 
-_NAMES = ("eagle3", "dflash", "dart", "confu", "draft_model", "flashhead", "ngram", "suffix", "none")
+_NAMES = ("eagle3", "dflash", "dart", "confu", "draft_model", "flashhead", "ngram", "suffix", "nothing")
 _OWN = {name: f"vllm_crossspec.drafters.{name}:KIND" for name in _NAMES}
 
 

@@ -164,9 +164,12 @@ def _hook_engine_core() -> None:
         kv_cache_config = original(self, vllm_config)
         from vllm_crossspec.config import settings_of
 
-        if settings_of(vllm_config) is not None:
+        settings = settings_of(vllm_config)
+        if settings is not None:
             from vllm_crossspec.engine.startup.step_costs import use_measured_schedule
 
+            if settings.is_routed:
+                self.collective_rpc("crossspec_measure")
             use_measured_schedule(self.collective_rpc, vllm_config)
         return kv_cache_config
 
@@ -209,6 +212,11 @@ def _add_worker_methods() -> None:
         """What became of every tree since the last call (``engine.features.rounds``); adaptive type "record" only."""
         return self.model_runner.features["rounds"].take()
 
+    def crossspec_measure(self: Any) -> None:
+        """Have the features time what they go by, where that has not been done while graphs were captured."""
+        for feature in self.model_runner.features.values():
+            feature.measure()
+
     def crossspec_step_costs(self: Any) -> Any:
         """What steps cost by draft tokens and running requests (see ``engine.startup.step_costs``)."""
         return self.model_runner.measured_step_costs()
@@ -231,6 +239,7 @@ def _add_worker_methods() -> None:
     WorkerBase.crossspec_adaptive = functools.partialmethod(feature_stats, "adaptive")
     WorkerBase.crossspec_take_records = crossspec_take_records
     WorkerBase.crossspec_take_rounds = crossspec_take_rounds
+    WorkerBase.crossspec_measure = crossspec_measure
     WorkerBase.crossspec_step_costs = crossspec_step_costs
     WorkerBase.crossspec_begin_shares = crossspec_begin_shares
     WorkerBase.crossspec_end_shares = crossspec_end_shares

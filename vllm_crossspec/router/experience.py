@@ -70,8 +70,8 @@ def _learn_kernel(
             slot = tl.maximum(slot, 0)
             mine = mine & (tl.load(previous_ptr + slot, mask=mine, other=-1) == drafter)
             at = own_ptr + (slot * DRAFTERS + drafter) * 2
-            tl.store(at, _OWN_MEMORY * tl.load(at, mask=mine, other=0.0) + tokens, mask=mine)
-            tl.store(at + 1, _OWN_MEMORY * tl.load(at + 1, mask=mine, other=0.0) + 1.0, mask=mine)
+            tl.store(at, tl.load(at, mask=mine, other=0.0) * _OWN_MEMORY + tokens, mask=mine)
+            tl.store(at + 1, tl.load(at + 1, mask=mine, other=0.0) * _OWN_MEMORY + 1.0, mask=mine)
             forecast = tl.load(last_forecast_ptr + slot, mask=mine, other=-1.0)
             was_forecast = mine & (forecast >= 0.0)
             tokens_of_all += tl.sum(tl.where(mine, tokens, 0.0), axis=0)
@@ -80,19 +80,19 @@ def _learn_kernel(
             forecast_of_all += tl.sum(tl.where(was_forecast, forecast, 0.0), axis=0)
         if rounds_of_all > 0:
             at = every_ptr + drafter * 4
-            tl.store(at, _ALL_MEMORY * tl.load(at) + tokens_of_all)
-            tl.store(at + 1, _ALL_MEMORY * tl.load(at + 1) + rounds_of_all)
-            tl.store(at + 2, _ALL_MEMORY * tl.load(at + 2) + accepted)
-            tl.store(at + 3, _ALL_MEMORY * tl.load(at + 3) + forecast_of_all)
+            tl.store(at, tl.load(at) * _ALL_MEMORY + tokens_of_all)
+            tl.store(at + 1, tl.load(at + 1) * _ALL_MEMORY + rounds_of_all)
+            tl.store(at + 2, tl.load(at + 2) * _ALL_MEMORY + accepted)
+            tl.store(at + 3, tl.load(at + 3) * _ALL_MEMORY + forecast_of_all)
 
 
 @triton.jit
 def _expected(own_ptr, every_ptr, priors_ptr, forecasts_ptr, slot, row, decides, drafter, DRAFTERS: tl.constexpr):
     """Tokens of a round with a drafter, for some rows of the batch."""
     of_all = every_ptr + drafter * 4
-    mean = (tl.load(of_all) + _PRIOR * tl.load(priors_ptr + drafter)) / (tl.load(of_all + 1) + _PRIOR)
+    mean = (tl.load(of_all) + tl.load(priors_ptr + drafter) * _PRIOR) / (tl.load(of_all + 1) + _PRIOR)
     own = own_ptr + (slot * DRAFTERS + drafter) * 2
-    tokens = tl.load(own, mask=decides, other=0.0) + _PRIOR * mean
+    tokens = tl.load(own, mask=decides, other=0.0) + mean * _PRIOR
     expected = tokens / (tl.load(own + 1, mask=decides, other=0.0) + _PRIOR)
     forecast = tl.load(forecasts_ptr + row * DRAFTERS + drafter, mask=decides, other=-1.0)
     trust = (tl.load(of_all + 2) + _PRIOR) / (tl.load(of_all + 3) + _PRIOR)

@@ -7,13 +7,13 @@ from typing import Any, Literal, NamedTuple
 
 from vllm_crossspec.names import look_up
 
-Supply = Literal["tokens", "levels", "marginals", "matches", "nothing"]
+Supply = Literal["tokens", "levels", "marginals", "matches", "none"]
 """What a drafter can yield.
 
 tokens: its first choice at every position. levels: candidates of any beam of nodes, one level after another (an
 autoregressive drafter that can be asked about several branches). marginals: the likeliest tokens of every position
 with their log-probabilities, all at once (a parallel drafter). matches: whole continuations (a drafter that looks for
-the last tokens in text at hand). nothing: for requests that are better off without drafts.
+the last tokens in text at hand). none: no draft at all.
 """
 
 

@@ -51,6 +51,9 @@ class Feature:
     def captured(self) -> None:
         """CUDA graphs are captured; after this vLLM expects no kernel to be compiled any more."""
 
+    def measure(self) -> None:
+        """Time what the feature goes by, once: after graphs were captured, or where none are, before any request."""
+
     # -- requests come and go -------------------------------------------------------------------------------------
 
     def added(self, requests: Sequence[Any], slots: list[int]) -> None:

@@ -22,6 +22,7 @@ class Routing(Feature):
     def __init__(self, runner: Any):
         super().__init__(runner)
         self.speculator: RoutedSpeculator = runner.speculator
+        self._is_measured = False
         self._last_rows = torch.zeros(runner.max_num_reqs, dtype=torch.int64, device=runner.device)
 
     @staticmethod
@@ -47,6 +48,13 @@ class Routing(Feature):
     def captured(self) -> None:
         """Compile the router's kernels, and measure what it weighs."""
         self._warm_up()
+        self.measure()
+
+    def measure(self) -> None:
+        """What rounds cost, for a router that weighs it."""
+        if self._is_measured:
+            return
+        self._is_measured = True
         self.runner.measured_step_costs()
         if round_costs.is_wanted(self.speculator):
             self.speculator.router.set_costs(round_costs.measure(self.runner))

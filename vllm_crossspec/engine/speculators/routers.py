@@ -48,7 +48,7 @@ def _tried(settings: CrossSpecConfig) -> tuple[int, ...]:
     if not settings.router.explore:
         return ()
     kinds = [drafter_kind(settings.drafters[name].kind, "") for name in settings.routing_order]
-    return tuple(number for number, kind in enumerate(kinds) if kind.supplies not in ("matches", "nothing"))
+    return tuple(number for number, kind in enumerate(kinds) if kind.supplies not in ("matches", "none"))
 
 
 def _thresholds(given: Any) -> tuple[float, ...] | None:

@@ -3,11 +3,11 @@
 from vllm_crossspec.drafters.base import DrafterKind
 
 KIND = DrafterKind(
-    name="none",
+    name="nothing",
     vllm_method="ngram_gpu",
-    checkpoint="vllm_crossspec.drafters.none.checkpoint",
+    checkpoint="vllm_crossspec.drafters.nothing.checkpoint",
     proposer="vllm_crossspec.engine.proposers.nothing:NothingProposer",
-    supplies="nothing",
+    supplies="none",
     is_autoregressive=False,
     has_model=False,
     has_head=False,
