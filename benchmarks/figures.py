@@ -33,7 +33,7 @@ class Method(NamedTuple):
             return "plain"
         if self.name.startswith("whiflash"):
             return "routed"
-        is_tree = any(word in self.name for word in ("tree", "dart", "continuity", "heterospec"))
+        is_tree = any(word in self.name for word in ("tree", "dart", "continuity", "heterospec", "suffix", "arm-dflash"))
         return "tree" if is_tree else "chain"
 
 
@@ -64,7 +64,7 @@ def read_table(file: Path) -> list[Method]:
 def draw_acceptance(plt: Any, methods: list[Method], file: Path) -> None:
     """A bar for each method, the longest on top, and a mark for each category."""
     methods = sorted(methods, key=lambda method: method.all)
-    figure, axes = plt.subplots(figsize=(7.6, 5.4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(7.6, 7.0), layout="constrained")
     for place, method in enumerate(methods):
         axes.barh(place, method.all, color=COLOURS[method.kind], alpha=0.75, height=0.72)
         axes.text(0.08, place, f"{method.all:.2f}", va="center", color="white", fontsize=8)
