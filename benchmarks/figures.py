@@ -33,8 +33,8 @@ class Method(NamedTuple):
             return "plain"
         if self.name.startswith("whiflash"):
             return "routed"
-        is_tree = any(word in self.name for word in ("tree", "dart", "continuity", "heterospec", "suffix", "arm-dflash"))
-        return "tree" if is_tree else "chain"
+        words = ("tree", "dart", "continuity", "heterospec", "suffix", "arm-dflash")
+        return "tree" if any(word in self.name for word in words) else "chain"
 
 
 def read_table(file: Path) -> list[Method]:
