@@ -66,7 +66,7 @@ def make_checkpoint(num_drafters=2, hidden_size=256, dtype=torch.float32, fit=No
 
 
 def make_router(policy, num_drafters=2, dtype=torch.float32, **settings):
-    checkpoint = make_checkpoint(num_drafters) if policy_kind(policy, "policy").needs_checkpoint else None
+    checkpoint = make_checkpoint(num_drafters) if policy_kind(policy, "policy").needs_hidden else None
     return Router(
         RouterSettings(policy, NAMES[-num_drafters:], **{"checkpoint": checkpoint, **settings}),
         hidden_size=256,

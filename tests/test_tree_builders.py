@@ -7,6 +7,7 @@ import pytest
 import torch
 from launches import record_launches
 
+from vllm_crossspec.lookup.trees import match_tree
 from vllm_crossspec.tree import naive, torch_ops
 from vllm_crossspec.tree.base import KINDS, tree_kind
 from vllm_crossspec.tree.best_first import best_first
@@ -368,8 +369,8 @@ def test_every_prefix_of_a_chain_made_of_an_empty_tree_is_empty():
 @pytest.mark.parametrize("has_kernels", [True, False])
 def test_registry_loads_every_builder(has_kernels, monkeypatch):
     monkeypatch.setattr("vllm_crossspec.twins.runs_kernels", lambda: has_kernels)
-    ours = (chain, DynamicTree, best_first, ContinuityTree)
-    twins = (chain, torch_ops.DynamicTree, torch_ops.best_first, torch_ops.ContinuityTree)
+    ours = (chain, DynamicTree, best_first, match_tree, ContinuityTree)
+    twins = (chain, torch_ops.DynamicTree, torch_ops.best_first, match_tree, torch_ops.ContinuityTree)
     expected = dict(zip(KINDS, ours if has_kernels else twins, strict=True))
     assert {name: tree_kind(name, "tree.type").load_builder() for name in KINDS} == expected
     assert tree_kind("best_first", "tree.type").load_builder(has_ngrams=True) == expected["continuity"]
@@ -382,11 +383,12 @@ def test_registry_knows_every_kind():
         "chain": "tokens",
         "dynamic": "levels",
         "best_first": "marginals",
+        "matches": "matches",
         "continuity": "marginals",
     }
     with pytest.raises(ValueError, match="speculative_config.tree.type: no tree is called 'dynamo'; did you mean"):
         tree_kind("dynamo", "speculative_config.tree.type")
-    with pytest.raises(ValueError, match="known: best_first, chain, continuity, dynamic"):
+    with pytest.raises(ValueError, match="known: best_first, chain, continuity, dynamic, matches"):
         tree_kind("star", "tree.type")
 
 
