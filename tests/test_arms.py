@@ -57,7 +57,8 @@ def test_a_form_has_its_owners_settings_and_its_own():
         ({"suffix": {"tree": {"top_k": 4}}}, "tree.top_k: a matches tree has as many branches as were found"),
         ({"suffix": {"tree": {"depth": 4}}}, "tree.depth: a matches tree is as deep as num_speculative_tokens"),
         ({"eagle3": {"model": "m", "tree": {"type": "matches"}}}, "tree.type 'matches' does not suit a eagle3"),
-        ({"eagle3": {"model": "m", "lookup": {}}}, "lookup is for drafters without weights"),
+        ({"eagle3": {"model": "m", "lookup": {}}}, "eagle3.lookup: a eagle3 drafter looks nothing up"),
+        ({"plain": {"type": "nothing", "lookup": {}}}, "plain.lookup: a nothing drafter looks nothing up"),
     ],
 )
 def test_what_is_refused(drafters, message):

@@ -89,6 +89,6 @@ def test_one_who_wants_no_drafts_runs_no_drafter():
         llm.collective_rpc(defer, args=("deferred",))
         parameters = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, extra_args={"crossspec": "off"})
         llm.generate(engines.prompts(1), parameters, use_tqdm=False)
-        engines.generate(llm, engines.prompts(1)[:1], max_tokens=4)
+        engines.generate(llm, engines.prompts(1), max_tokens=4)
         # The prompt's last token and all that were generated but the last, whose states nobody has computed.
         assert llm.collective_rpc(lambda worker: worker.deferred)[0] == 39

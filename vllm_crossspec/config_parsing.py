@@ -31,7 +31,7 @@ OUR_KEYS = ("tree", "ngram", "head", "adaptive", "lookup", "dtype", "verificatio
 MAX_EXPANSION = 4096
 """Most prefixes that a level of a searched tree may look at."""
 _TOP_KEYS = ("verification", "draft_sample_method")
-_ARM_KEYS = ("tree", "num_speculative_tokens", "ngram", "adaptive")
+_FORM_KEYS = ("tree", "num_speculative_tokens", "ngram", "adaptive")
 """What a drafter that uses another's weights says itself."""
 _PARTS: dict[str, type[Settings]] = {
     "tree": TreeConfig,
@@ -169,8 +169,8 @@ def _check_parts(drafter: DrafterConfig, kind: DrafterKind, path: str) -> None:
             f"{tree.type!r}; leave it out, or change {path}tree.type"
         )
     lookup = drafter.lookup
-    if lookup is not None and kind.has_model:
-        raise ValueError(f"{path}lookup is for drafters without weights, not for a {kind.name} drafter; leave it out")
+    if lookup is not None and not kind.lookup:
+        raise ValueError(f"{path}lookup: a {kind.name} drafter looks nothing up; leave it out")
     if lookup is not None and (lookup.min_match or 1) > (lookup.max_match or 1):
         raise ValueError(
             f"{path}lookup.min_match is {lookup.min_match}, and at most {lookup.max_match} tokens are compared "
@@ -306,13 +306,13 @@ def _with_owner(drafters: Mapping[str, Any], name: str) -> dict[str, Any]:
     if "of" in found:
         raise ValueError(f"{key}.of: {owner} uses the weights of {found['of']} itself; name that one")
     for setting in own:
-        if setting not in ("of", *_ARM_KEYS):
+        if setting not in ("of", *_FORM_KEYS):
             raise ValueError(f"{key}.{setting} is the same for all that use one drafter; say it in drafters.{owner}")
     kind = drafter_kind(found.get("type", owner), f"speculative_config.drafters.{owner}.type")
     if not kind.has_model or kind.contemplates:
         why = "has no weights to share" if not kind.has_model else "contemplates for one form of drafts alone"
         raise ValueError(f"{key}.of: a {kind.name} drafter {why}; name another")
-    kept = {k: v for k, v in found.items() if k not in _ARM_KEYS}
+    kept = {k: v for k, v in found.items() if k not in _FORM_KEYS}
     return {"type": kind.name, **kept, **{k: v for k, v in own.items() if k != "of"}}
 
 
@@ -364,7 +364,7 @@ def _drafter(kind: str, raw: Mapping[str, Any], path: str, native_keys: Collecti
     if not own_kind.has_model:
         _check_without_model(own_kind, raw, path)
         fields["model"] = ""
-        if isinstance(lookup := fields.get("lookup", {}), Mapping):
+        if own_kind.lookup and isinstance(lookup := fields.get("lookup", {}), Mapping):
             fields["lookup"] = {**own_kind.lookup, **lookup}
     elif not raw.get("model"):
         raise ValueError(f"speculative_config.{path}model is missing; give the drafter's folder or hub id")

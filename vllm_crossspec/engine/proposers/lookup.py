@@ -2,6 +2,7 @@
 
 import numpy as np
 import torch
+import triton
 from torch import nn
 from vllm.config import VllmConfig
 from vllm.utils.torch_utils import async_tensor_h2d
@@ -36,9 +37,9 @@ class LookupProposer(CachelessProposer):
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.corpus: Corpus | None = None
         if lookup.share:
-            self.corpus = Corpus(lookup.cache_tokens, _power_of_2(self.max_match), device)
+            self.corpus = Corpus(lookup.cache_tokens, triton.next_power_of_2(self.max_match), device)
         num_sources = 2 if self.corpus is not None else 1
-        most = MAX_CANDIDATES // _power_of_2(drafts.depth) // num_sources
+        most = MAX_CANDIDATES // triton.next_power_of_2(drafts.depth) // num_sources
         self.num_matches = 1 if drafts.is_chain else max(min(lookup.num_matches or 1, most), 1)
         num_rows = self.num_matches * num_sources
 
@@ -108,12 +109,12 @@ class LookupProposer(CachelessProposer):
         """What they generated becomes part of the corpus: copied on the device, read by the corpus' own thread."""
         if self.corpus is None:
             return
-        states = self.req_states
-        prompts = states.prompt_len.np[slots]
-        known = min(int(states.num_computed_tokens_np[slots].max()) + 1, states.all_token_ids.gpu.shape[1])
+        prompts = self.req_states.prompt_len.np[slots]
+        all_tokens = self.req_states.all_token_ids.gpu
+        known = min(int(self.req_states.num_computed_tokens_np[slots].max()) + 1, all_tokens.shape[1])
         rows = async_tensor_h2d(np.array(slots, dtype=np.int64), device=self.device)
-        tokens = _to_host(states.all_token_ids.gpu[:, :known].index_select(0, rows))
-        computed = _to_host(states.num_computed_tokens.gpu.index_select(0, rows))
+        tokens = _to_host(all_tokens[:, :known].index_select(0, rows))
+        computed = _to_host(self.req_states.num_computed_tokens.gpu.index_select(0, rows))
         event = torch.Event(self.device) if self.device.type != "cpu" else None
         if event is not None:
             event.record()
@@ -132,8 +133,3 @@ def _to_host(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type == "cpu":
         return tensor
     return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def _power_of_2(number: int) -> int:
-    """The least one that is not below ``number``."""
-    return 1 << max(number - 1, 0).bit_length()

@@ -30,6 +30,8 @@ class RecordingSpeculator(SingleSpeculator):
     if it drafts trees, ``parents.NAME`` uint8 [R, N] (row of each node's parent; 0 is the sampled token).
     """
 
+    may_defer = False
+
     def __init__(self, vllm_config: Any, device: torch.device, req_states: Any):
         super().__init__(vllm_config, device, req_states)
         self._target: nn.Module | None = None

@@ -15,13 +15,14 @@ class SingleSpeculator(Speculator):
     where they can take tokens in without a forward pass.
     """
 
+    may_defer = True
     deferred: DeferredRows | None = None
 
     def load_model(self, target_model: nn.Module) -> None:
         """See the base class; where our runner says when requests leave, tokens can be taken in later."""
         super().load_model(target_model)
         num_taps = len(set().union(*self.tap_indices.values()))
-        can_defer = num_taps and all(proposer.writes_context for proposer in self.proposers.values())
+        can_defer = self.may_defer and num_taps and all(proposer.writes_context for proposer in self.proposers.values())
         # A connector may read blocks before they are written.
         if can_defer and self.kept.state is not None and self.vllm_config.kv_transfer_config is None:
             config = self.vllm_config.model_config

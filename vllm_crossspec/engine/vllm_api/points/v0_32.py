@@ -466,8 +466,8 @@ vllm.v1.worker.gpu.spec_decode.utils
       tokens
   get_pp_safe_draft_load_config(load_config) - called when a drafter is loaded
 vllm.v1.worker.gpu.states
-  RequestState.{all_token_ids num_computed_tokens prefill_len req_id_to_index} - read: the lengths and tokens of
-      requests
+  RequestState.{all_token_ids num_computed_tokens num_computed_tokens_np prefill_len prompt_len req_id_to_index} -
+      read: the lengths and tokens of requests
 vllm.v1.worker.gpu.structured_outputs
   _build_grammar_mapping(req_ids grammar_req_ids cu_num_logits_np num_draft_tokens_per_req num_bonus_tokens mask_stride)
       - relied on: a grammar has one mask for each of a request's drafts and the root
