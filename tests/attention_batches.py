@@ -149,6 +149,19 @@ def make_batch(
     return Batch(shape, requests, query, dense, cache, block_table, starts, lengths, tail, soft)
 
 
+def as_on_a_cpu(cache: torch.Tensor) -> torch.Tensor:
+    """A cache as vLLM's kernel for CPUs has it: keys by dimension, then values. Where nothing was written are numbers.
+
+    That kernel multiplies them with zero, and vLLM's memory holds numbers.
+    """
+    from vllm_crossspec.engine.attention.cpu import TreeCpuImpl
+
+    found = torch.empty_like(cache)
+    for view, part in zip(TreeCpuImpl.kv_views(found), cache.nan_to_num(nan=-7777.0).chunk(2, dim=-1), strict=True):
+        view.copy_(part)
+    return found
+
+
 def ordinary_rows(batch: Batch) -> torch.Tensor:
     """int64 token rows of a batch that are no contemplate rows."""
     starts = batch.query_start_loc.tolist()

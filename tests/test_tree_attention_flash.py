@@ -9,7 +9,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from attention_batches import BLOCK_SIZE, Batch, Request, Shape, contemplating, expected, make_batch, verification
+from attention_batches import (
+    BLOCK_SIZE,
+    Batch,
+    Request,
+    Shape,
+    as_on_a_cpu,
+    contemplating,
+    expected,
+    make_batch,
+    verification,
+)
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends import flash_attn
@@ -26,7 +36,7 @@ from vllm_crossspec.engine.attention.flash import (
 )
 from vllm_crossspec.verify.naive import pack_bits
 
-SHAPE = Shape(4, 2, 16, torch.float32)
+SHAPE = Shape(4, 2, 32, torch.float32)
 SCALE = 0.21
 MAX_SPLITS = 8
 
@@ -169,7 +179,7 @@ def test_trees_and_the_rest(flash, with_prompts, full_graphs):
         batch.query,
         None,
         None,
-        batch.cache,
+        as_on_a_cpu(batch.cache),
         TreeCpuMetadata(num_reqs=len(batch.requests), **fields),
         torch.empty_like(out),
     )
@@ -303,7 +313,8 @@ def test_a_level_of_a_draft_tree(flash, causal, has_shared):
             }
             given = TreeCpuMetadata(num_reqs=num_reqs, **(fields | {"draft_tail": level}))
         out = torch.full_like(query, torch.nan)
-        outs.append(impl.forward(DRAFTER, query, key, value, batch.cache, given, out))
+        cache = batch.cache if isinstance(impl, TreeFlashImpl) else as_on_a_cpu(batch.cache)
+        outs.append(impl.forward(DRAFTER, query, key, value, cache, given, out))
     torch.testing.assert_close(*outs, atol=2e-6, rtol=0)
     assert flash.calls[-1]["causal"] is False
     assert (flash.calls[-1]["scheduler_metadata"] is None) == causal

@@ -1,9 +1,11 @@
 """The GPU's algorithm on a CPU: a dense pass with its log-sum-exp, then our tail kernel, merged in place."""
 
+import dataclasses
+
 import torch
 
 from vllm_crossspec.engine.attention import base
-from vllm_crossspec.engine.attention.cpu import _requests, attend
+from vllm_crossspec.engine.attention.cpu import _requests, _spans, attend, hide
 from vllm_crossspec.engine.attention.scratch import write_level, write_level_naive
 from vllm_crossspec.twins import runs_kernels
 
@@ -30,22 +32,39 @@ def in_two_passes(original):
         for index, request in enumerate(_requests(metadata)):
             split = index < tail.num_reqs
             length = int(tail.prefix_len[index]) if split else request.length
-            hidden = None if split else self._hidden(request)
-            _dense_pass(self, query, kv_cache, request, length, hidden, output, lse)
+            _dense_pass(self, query, kv_cache, request, length, None if split else _causal(request), output, lse)
         soft = base.soft_prompts_of(layer)
-        base.merge_target_tail(query, output, lse, kv_cache, metadata, tail, tail.num_reqs, self.scale, soft)
+        cache, metadata = _beside_each_other(self, kv_cache, metadata)
+        base.merge_target_tail(query, output, lse, cache, metadata, tail, tail.num_reqs, self.scale, soft)
         return output
 
     return forward
 
 
+def _beside_each_other(impl, kv_cache, metadata):
+    """The blocks of a batch as on a GPU, keys beside values, and the metadata that finds them there."""
+    table = metadata.block_table[:, : -(-int(metadata.seq_lens.max()) // kv_cache.shape[2])]
+    cache = torch.cat([view[table.flatten().long()] for view in impl.kv_views(kv_cache)], dim=-1)
+    places = torch.arange(table.numel(), dtype=torch.int32).view(table.shape)
+    return cache, dataclasses.replace(metadata, block_table=places)
+
+
+def _causal(request):
+    """What a request's rows do not see of its last tokens, as :func:`attend` wants it."""
+    num_rows = request.rows.stop - request.rows.start
+    return hide(torch.ones(num_rows, num_rows, dtype=torch.bool).tril())
+
+
 def _dense_pass(impl, query, kv_cache, request, length, hidden, output, lse):
     """One request's rows over its first tokens: into ``output``, and the log-sum-exp [Hq, rows] into ``lse``."""
     rows = request.rows
-    keys, values = impl._halves(impl._gather(kv_cache, request, length))
-    output[rows] = attend(query[rows], keys, values, hidden, impl.scale)
-    each = keys.repeat_interleave(impl.num_heads // impl.num_kv_heads, dim=0)
-    logits = impl.scale * query[rows].float().transpose(0, 1) @ each.transpose(1, 2)
-    if hidden is not None:
+    hidden = torch.zeros(rows.stop - rows.start, 0) if hidden is None else hidden
+    spans = _spans(kv_cache, request, length)
+    output[rows] = attend(query[rows], spans, hidden, impl.scale)
+    lse[:, rows] = -torch.inf
+    if spans:
+        keys = torch.cat([keys.float() for keys, _ in spans], dim=-1)
+        each = keys.repeat_interleave(impl.num_heads // impl.num_kv_heads, dim=0)
+        logits = impl.scale * query[rows].float().transpose(0, 1) @ each
         logits[..., logits.shape[-1] - hidden.shape[1] :] += hidden
-    lse[:, rows] = logits.logsumexp(dim=-1)
+        lse[:, rows] = logits.logsumexp(dim=-1)

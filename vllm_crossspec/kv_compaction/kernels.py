@@ -21,15 +21,17 @@ MAX_TENSORS = 8
 
 
 class KVLayers(NamedTuple):
-    """Where the KV caches of all layers lie, for a kernel that walks over them. Units are int32 words.
+    """Where the KV caches of all layers lie, for a kernel that walks over them. Units are words.
 
     Attributes:
         pointers: uint64 [layers], addresses of the caches.
         group: int32 [layers], KV cache group of each layer: its row of the slot mappings.
-        block_stride, head_stride, token_stride: int64 [layers].
+        block_stride, head_stride, token_stride, column_stride: int64 [layers].
         num_heads: KV heads of every layer.
         block_size: tokens of a block.
-        content: words of K and V of one token and head.
+        content: words of one token and head.
+        word: their type, int32 where the words of a token and head lie side by side in every layer.
+        is_strided: whether somewhere they do not.
         alignment: words that every address of a row is a multiple of; 4 makes copies of 16 bytes.
     """
 
@@ -38,9 +40,12 @@ class KVLayers(NamedTuple):
     block_stride: torch.Tensor
     head_stride: torch.Tensor
     token_stride: torch.Tensor
+    column_stride: torch.Tensor
     num_heads: int
     block_size: int
     content: int
+    word: tl.dtype
+    is_strided: bool
     alignment: int
 
 
@@ -49,10 +54,10 @@ def make_kv_layers(caches: Sequence[tuple[torch.Tensor, int]]) -> KVLayers:
 
     Args:
         caches: (cache [blocks, heads, block_size, content], KV cache group) of every layer; ``content`` is K beside
-            V, contiguous.
+            V, contiguous, or the one of two where they lie apart.
 
     Raises:
-        ValueError: a cache is not laid out in whole int32 words, or layers differ in heads, block size or content.
+        ValueError: a cache is not laid out in whole words, or layers differ in heads, block size or content.
     """
     distinct = {cache.data_ptr(): (cache, group) for cache, group in caches}
     if not distinct:
@@ -63,23 +68,27 @@ def make_kv_layers(caches: Sequence[tuple[torch.Tensor, int]]) -> KVLayers:
             "draft trees need all layers of the target to have the same KV heads, block size and head size; found "
             f"(heads, block size, content, bytes) {sorted(shapes)}"
         )
+    is_strided = any(cache.stride(3) != 1 for cache, _ in distinct.values())
+    size = caches[0][0].element_size() if is_strided else 4
     rows, alignment = [], 4
     for pointer, (cache, group) in distinct.items():
         numbers = [*cache.stride()[:3], cache.shape[3]]
-        if cache.stride(3) != 1 or any(n * cache.element_size() % 4 for n in numbers) or pointer % 4:
+        if any(n * cache.element_size() % size for n in numbers) or pointer % size:
             raise ValueError(f"a KV cache with strides {cache.stride()} of {cache.dtype} is not made of whole words")
-        words = [n * cache.element_size() // 4 for n in numbers]
-        while any(n % alignment for n in [*words, pointer // 4]):
+        words = [n * cache.element_size() // size for n in numbers]
+        while any(n % alignment for n in [*words, pointer // size]):
             alignment //= 2
-        rows.append((pointer, group, *words[:3]))
+        rows.append((pointer, group, *words[:3], cache.stride(3)))
     device = caches[0][0].device
-    dtypes = (torch.uint64, torch.int32, torch.int64, torch.int64, torch.int64)
-    pointers, group, blocks, of_heads, of_tokens = (
+    dtypes = (torch.uint64, torch.int32, *[torch.int64] * 4)
+    pointers, of_groups, of_blocks, of_heads, of_tokens, of_columns = (
         torch.tensor(column, dtype=dtype, device=device)
         for column, dtype in zip(zip(*rows, strict=True), dtypes, strict=True)
     )
     heads, block_size = caches[0][0].shape[1:3]
-    return KVLayers(pointers, group, blocks, of_heads, of_tokens, heads, block_size, words[3], alignment)
+    word = {1: tl.int8, 2: tl.int16, 4: tl.int32}[size]
+    strides = (of_blocks, of_heads, of_tokens, of_columns)
+    return KVLayers(pointers, of_groups, *strides, heads, block_size, words[3], word, is_strided, alignment)
 
 
 @triton.jit
@@ -96,8 +105,11 @@ def _compact_kv_kernel(
     block_stride_ptr,  # int64 [layers]
     head_stride_ptr,  # int64 [layers]
     token_stride_ptr,  # int64 [layers]
+    column_stride_ptr,  # int64 [layers]
     BLOCK_SIZE: tl.constexpr,
     CONTENT: tl.constexpr,
+    WORD: tl.constexpr,
+    IS_STRIDED: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -108,12 +120,15 @@ def _compact_kv_kernel(
     if length > 1:
         first, _, _ = request_rows(query_start_loc_ptr, cu_rows_ptr, request)
         kv_slots = kv_slots_ptr + tl.load(group_ptr + layer).to(tl.int64) * kv_slots_stride + first
-        cache = tl.cast(tl.load(pointers_ptr + layer), tl.pointer_type(tl.int32))
-        cache = tl.multiple_of(cache, 4 * ALIGNMENT)
+        cache = tl.cast(tl.load(pointers_ptr + layer), tl.pointer_type(WORD))
+        cache = tl.multiple_of(cache, (WORD.primitive_bitwidth // 8) * ALIGNMENT)
         block_stride = tl.load(block_stride_ptr + layer)
         token_stride = tl.load(token_stride_ptr + layer)
         head = tl.program_id(2) * tl.load(head_stride_ptr + layer)
         column = tl.arange(0, COLUMNS)
+        place = column
+        if IS_STRIDED:
+            place = column * tl.load(column_stride_ptr + layer)
         for start in range(1, length, ROWS):
             k = start + tl.arange(0, ROWS)
             source = tl.load(path_ptr + request * path_stride + k, mask=k < length, other=0)
@@ -126,8 +141,8 @@ def _compact_kv_kernel(
             read = (read // BLOCK_SIZE) * block_stride + (read % BLOCK_SIZE) * token_stride + head
             write = (write // BLOCK_SIZE) * block_stride + (write % BLOCK_SIZE) * token_stride + head
             mask = moves[:, None] & (column < CONTENT)[None, :]
-            read = tl.multiple_of(read, ALIGNMENT)[:, None] + column[None, :]
-            write = tl.multiple_of(write, ALIGNMENT)[:, None] + column[None, :]
+            read = tl.multiple_of(read, ALIGNMENT)[:, None] + place[None, :]
+            write = tl.multiple_of(write, ALIGNMENT)[:, None] + place[None, :]
             words = tl.load(cache + read, mask=mask)
             tl.debug_barrier()  # no word is written before all of these rows are read
             tl.store(cache + write, words, mask=mask)
@@ -152,8 +167,11 @@ def compact_kv(layers: KVLayers, paths: AcceptedPaths, slot_mappings: torch.Tens
         layers.block_stride,
         layers.head_stride,
         layers.token_stride,
+        layers.column_stride,
         BLOCK_SIZE=layers.block_size,
         CONTENT=layers.content,
+        WORD=layers.word,
+        IS_STRIDED=layers.is_strided,
         ALIGNMENT=layers.alignment,
         ROWS=PATH_ROWS,
         COLUMNS=triton.next_power_of_2(layers.content),

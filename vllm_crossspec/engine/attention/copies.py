@@ -1,7 +1,7 @@
-"""What the CPU's attention copies: keys and values into the paged cache, and a level of a draft tree behind its prefix.
+"""What the CPU's attention copies: a level of a draft tree behind its prefix.
 
-Copies and conversions only, each in one launch, for around attention this small a dozen operations of PyTorch cost more
-than its products do. Legend as in ``base``.
+Copies and conversions only, in one launch, for around attention this small a dozen operations of PyTorch cost more than
+its products do. Legend as in ``base``.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,82 +14,9 @@ from vllm_crossspec.engine.attention.scratch import row_of_query, write_level_na
 from vllm_crossspec.verify.naive import unpack_bits
 
 
-@triton.jit(do_not_specialize=["num_heads", "block_size", "head_size"])
-def _write_cache_kernel(
-    key_ptr,  # [T, Hkv, Dh]
-    key_row_stride,
-    key_head_stride,
-    value_ptr,  # [T, Hkv, Dh]
-    value_row_stride,
-    value_head_stride,
-    cache_ptr,  # [blocks, Hkv, block_size, 2 * Dh]
-    block_stride,
-    head_stride,
-    token_stride,
-    kv_slots_ptr,  # int64 [T]
-    num_heads,
-    block_size,
-    head_size,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    kv_slot = tl.load(kv_slots_ptr + row)
-    if kv_slot >= 0:
-        target = cache_ptr + (kv_slot // block_size) * block_stride + (kv_slot % block_size) * token_stride
-        for head in range(num_heads):
-            for start in range(0, head_size, BLOCK):  # a part of the head, so that nothing is masked
-                column = start + tl.arange(0, BLOCK)
-                place = target + head * head_stride + column
-                key = tl.load(key_ptr + row * key_row_stride + head * key_head_stride + column)
-                tl.store(place, key.to(cache_ptr.dtype.element_ty))
-                value = tl.load(value_ptr + row * value_row_stride + head * value_head_stride + column)
-                tl.store(place + head_size, value.to(cache_ptr.dtype.element_ty))
-
-
 def _part_of(head_size: int) -> int:
     """The largest power of two that divides it."""
     return head_size & -head_size
-
-
-def write_cache(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, kv_slots: torch.Tensor) -> None:
-    """Write keys and values of the rows whose KV slot is not padding; one launch.
-
-    Args:
-        key: [at least T, Hkv, Dh]; the last dimension contiguous.
-        value: of the same shape.
-        cache: [blocks, Hkv, block_size, 2 * Dh], written; the last dimension contiguous.
-        kv_slots: int64 [T], -1 for padding.
-    """
-    num_heads, head_size = key.shape[1:]
-    assert key.stride(2) == value.stride(2) == cache.stride(3) == kv_slots.stride(0) == 1
-    _write_cache_kernel[(kv_slots.shape[0],)](
-        key,
-        key.stride(0),
-        key.stride(1),
-        value,
-        value.stride(0),
-        value.stride(1),
-        cache,
-        *cache.stride()[:3],
-        kv_slots,
-        num_heads,
-        cache.shape[2],
-        head_size,
-        BLOCK=_part_of(head_size),
-    )
-
-
-def write_cache_naive(key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, kv_slots: torch.Tensor) -> None:
-    """:func:`write_cache` in plain PyTorch: the truth for its test, and what runs where kernels are interpreted."""
-    num_rows = kv_slots.shape[0]
-    key, value, real = key[:num_rows], value[:num_rows], kv_slots >= 0
-    if not bool(real.all()):
-        if not bool(real.any()):
-            return
-        kv_slots, key, value = kv_slots[real], key[real], value[real]
-    content = torch.cat([key, value], dim=-1).to(cache.dtype)
-    block_size = cache.shape[2]
-    cache.transpose(1, 2)[kv_slots // block_size, kv_slots % block_size] = content
 
 
 @triton.jit(do_not_specialize=["num_heads", "capacity", "length", "num_words", "queries_per_req", "head_size"])

@@ -1,13 +1,16 @@
-"""Tree attention on a CPU, of PyTorch's products: the development lane's backend for the target and the drafters.
+"""Tree attention on a CPU: vLLM's own kernel, and PyTorch's products where a row does not see all before it.
 
-The KV cache has FlashAttention's logical layout [blocks, Hkv, block_size, K|V], not that of vLLM's CPU kernel, whose
-keys are ordered for the instruction set; so the compaction of the accepted path is the GPU's. Legend as in ``base``.
+The KV cache is that of vLLM's kernel for vectors: in each block and head keys by dimension, then values by token.
+Chains, prompts and rows without drafts are that kernel's; rows of trees read the same cache in place. Legend as in
+``base``.
 """
 
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from vllm import _custom_ops as ops
+from vllm import envs
 from vllm.config import VllmConfig
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -18,6 +21,7 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
 from vllm_crossspec.engine.attention.base import (
@@ -33,8 +37,6 @@ from vllm_crossspec.engine.attention.copies import (
     append_level_naive,
     copy_tail,
     hide,
-    write_cache,
-    write_cache_naive,
 )
 from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.verify.naive import unpack_bits
@@ -57,6 +59,11 @@ class TreeCpuBackend(AttentionBackend):
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
         """As vLLM's CPU backend, so that an engine's block size does not depend on the trees."""
         return [MultipleOf(32)]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Those of vLLM's kernel."""
+        return CPUAttentionBackend.get_supported_head_sizes()
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
@@ -85,36 +92,41 @@ class TreeCpuBackend(AttentionBackend):
 
 
 class _Request(NamedTuple):
-    """One request of a batch: its query rows, its length, its line of the block table, whether it is causal."""
+    """One request of a batch: its query rows, its length, its line of the block table."""
 
     rows: slice
     length: int
     blocks: list[int]
-    causal: bool
 
 
 class _Part(NamedTuple):
-    """Query rows of one request that are attended in one softmax.
+    """Query rows of one request that see a tree, in one softmax.
 
     Attributes:
         rows: of the batch.
         request: whose rows they are.
         num_keys: leading tokens of the request whose keys are read.
-        hidden: float32 [rows, m] added to the logits of the last m keys, 0 or -inf; None where every row sees all.
+        hidden: float32 [rows, m] added to the logits of the last m keys, 0 or -inf.
         sees_prompts: whether the soft prompts of the layer lie behind the keys.
     """
 
     rows: slice
     request: _Request
     num_keys: int
-    hidden: torch.Tensor | None
-    sees_prompts: bool = False
+    hidden: torch.Tensor
+    sees_prompts: bool
 
-    @property
-    def is_one_row(self) -> bool:
-        """Whether it is a request's newest token, which sees everything before it: without drafts most are."""
-        is_one = self.rows.stop - self.rows.start == 1
-        return is_one and self.hidden is None and not self.sees_prompts and self.num_keys > 0
+
+class _Rows(NamedTuple):
+    """How the rows of a batch are attended.
+
+    Attributes:
+        parts: those that see trees.
+        others: whether there are rows that see all before them; what is written for the rest is overwritten.
+    """
+
+    parts: list[_Part]
+    others: bool
 
 
 @dataclass
@@ -140,11 +152,11 @@ class _Reused:
     ``dataclasses.replace`` carries it from one level's metadata to the next one's.
 
     Attributes:
-        parts: of the target's layers, by the number of their soft prompts.
+        rows: of the target's layers, by the number of their soft prompts.
         prefixes: of each drafter's layer, by the layer's implementation.
     """
 
-    parts: dict[int, list[_Part]] = field(default_factory=dict)
+    rows: dict[int, _Rows] = field(default_factory=dict)
     prefixes: dict[int, _Prefixes] = field(default_factory=dict)
 
 
@@ -205,7 +217,7 @@ class TreeCpuMetadataBuilder(AttentionMetadataBuilder[TreeCpuMetadata]):
 
 
 class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
-    """Softmax over the keys that a row may see, one request at a time, in float32."""
+    """vLLM's kernel for rows that see all before them; for rows of trees a softmax in float32, request by request."""
 
     reads_trees: ClassVar[bool] = True
 
@@ -236,6 +248,17 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
                 f'draft trees cannot run on this attention: {problem}, or leave "tree" out of the speculative_config'
             )
         self.sliding_window = sliding_window
+        # Keys lie by dimension for both; "vec" takes heads of whole 32s.
+        self.isa = "vec" if head_size % 32 == 0 else "vec16"
+
+    @staticmethod
+    def kv_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values, each [blocks, Hkv, block_size, Dh], of a cache [blocks, Hkv, block_size, 2 * Dh]."""
+        num_blocks, num_heads, block_size, width = kv_cache.shape
+        shape, head_size, first = (num_blocks, num_heads, block_size, width // 2), width // 2, kv_cache.storage_offset()
+        strides = kv_cache.stride()[:2]
+        keys = kv_cache.as_strided(shape, (*strides, 1, block_size), first)
+        return keys, kv_cache.as_strided(shape, (*strides, head_size, 1), first + block_size * head_size)
 
     def do_kv_cache_update(
         self, layer: Any, key: torch.Tensor, value: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor
@@ -249,8 +272,11 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             kv_cache: [blocks, Hkv, block_size, 2 * Dh].
             slot_mapping: int64 [T], -1 for padding.
         """
-        write = write_cache if runs_kernels() else write_cache_naive
-        write(key, value, kv_cache, slot_mapping)
+        num_rows, dtype = slot_mapping.shape[0], kv_cache.dtype
+        keys, values = _as_vllm_takes_it(kv_cache)
+        ops.cpu_attn_reshape_and_cache(
+            key[:num_rows].to(dtype), value[:num_rows].to(dtype), keys, values, slot_mapping, self.isa
+        )
 
     def forward(
         self,
@@ -284,33 +310,63 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             self._attend_draft_level(query, key, value, kv_cache, attn_metadata, output)
             return output
         tail = None if layer.is_draft_layer else attn_metadata.target_tail
-        # The lengths of a drafter's batch may change between two passes with the same metadata.
-        reused = {} if layer.is_draft_layer else attn_metadata.reused.parts
-        soft = soft_prompts_of(layer)
+        if tail is None:
+            self._attend_all(query, kv_cache, attn_metadata, output)
+            return output
+        soft, reused = soft_prompts_of(layer), attn_metadata.reused.rows
         num_soft = 0 if soft is None else soft.shape[2]
         if num_soft not in reused:
-            reused[num_soft] = self._parts(attn_metadata, tail, num_soft)
-        for part in reused[num_soft]:
-            if part.is_one_row and kv_cache.dtype == query.dtype == torch.float32:
-                attend_row(query[part.rows.start], kv_cache, part.request, self.scale, output[part.rows.start])
-                continue
-            keys, values = self._halves(self._gather(kv_cache, part.request, part.num_keys))
+            reused[num_soft] = _rows_of(attn_metadata, tail, num_soft)
+        if reused[num_soft].others:
+            self._attend_all(query, kv_cache, attn_metadata, output)
+        for part in reused[num_soft].parts:
+            spans = _spans(kv_cache, part.request, part.num_keys)
             if part.sees_prompts:
                 assert soft is not None
-                keys, values = (torch.cat([x, p.float()], dim=1) for x, p in zip((keys, values), soft, strict=True))
-            output[part.rows] = attend(query[part.rows], keys, values, part.hidden, self.scale)
+                spans.append((soft[0].transpose(1, 2), soft[1]))
+            output[part.rows] = attend(query[part.rows], spans, part.hidden, self.scale)
         return output
 
-    def _parts(self, metadata: TreeCpuMetadata, tail: TargetTail | None, num_soft: int) -> list[_Part]:
-        """All rows of a batch; those without query rows (padding) have no part."""
-        parts: list[_Part] = []
-        for index, request in enumerate(_requests(metadata)):
-            prefix_len = int(tail.prefix_len[index]) if tail is not None and index < tail.num_reqs else request.length
-            if tail is not None and prefix_len < request.length:
-                parts += _tree_parts(request, prefix_len, tail.row_mask[request.rows], num_soft)
-            else:
-                parts.append(_Part(request.rows, request, request.length, self._hidden(request)))
-        return [part for part in parts if part.rows.start < part.rows.stop]
+    def _attend_all(
+        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: TreeCpuMetadata, output: torch.Tensor
+    ) -> None:
+        """vLLM's kernel, for all rows; a drafter's lengths may change between two passes with the same metadata."""
+        num_reqs, num_tokens, causal = metadata.num_reqs, metadata.num_actual_tokens, metadata.causal
+        by_request = causal if isinstance(causal, torch.Tensor) else None
+        bounds, lengths = metadata.query_start_loc[: num_reqs + 1], metadata.seq_lens[:num_reqs]
+        window = -1 if self.sliding_window is None else self.sliding_window
+        keys, values = _as_vllm_takes_it(kv_cache)
+        schedule = ops.cpu_attn_get_scheduler_metadata(
+            num_reqs=num_reqs,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_size,
+            seq_lens=lengths,
+            dtype=query.dtype,
+            query_start_loc=bounds,
+            causal=by_request is None and bool(causal),
+            sliding_window_size=window,
+            isa=self.isa,
+            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+            dynamic_causal=by_request,
+        )
+        ops.cpu_attention_with_kv_cache(
+            query=query[:num_tokens],
+            key_cache=keys,
+            value_cache=values,
+            output=output[:num_tokens],
+            query_start_loc=bounds,
+            seq_lens=lengths,
+            scale=self.scale,
+            causal=by_request is None and bool(causal),
+            alibi_slopes=None,
+            sliding_window=window,
+            block_table=metadata.block_table[:num_reqs],
+            softcap=0.0,
+            scheduler_metadata=schedule,
+            s_aux=None,
+            dynamic_causal=by_request,
+        )
 
     def _attend_draft_level(
         self,
@@ -337,8 +393,8 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         prefixes.num_rows = length
         for request, content in zip(prefixes.requests, dense, strict=True):
             mine = request.rows
-            keys, values = self._halves(content[:, : request.length + length])
-            output[mine] = attend(query[mine], keys, values, hidden[mine], self.scale)
+            keys, values = content[:, : request.length + length].split(self.head_size, dim=-1)
+            output[mine] = attend(query[mine], [(keys.transpose(1, 2), values)], hidden[mine], self.scale)
 
     def _prefixes(self, kv_cache: torch.Tensor, metadata: TreeCpuMetadata, tail: DraftTail) -> _Prefixes:
         """Of a batch whose trees have no rows yet."""
@@ -347,63 +403,55 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         longest = max(request.length for request in requests)
         dense = torch.empty(len(requests), num_heads, longest + tail.scratch.shape[1], width)
         for request, content in zip(requests, dense, strict=True):
-            _gather_into(content, kv_cache, request, request.length)
+            into, start = content.split(self.head_size, dim=-1), 0
+            for keys, values in _spans(kv_cache, request, request.length):
+                stop = start + values.shape[1]
+                into[0][:, start:stop], into[1][:, start:stop] = keys.transpose(1, 2), values
+                start = stop
         return _Prefixes(requests, dense)
 
-    def _gather(self, kv_cache: torch.Tensor, request: _Request, length: int) -> torch.Tensor:
-        """Keys and values, float32 [Hkv, length, 2 * Dh], of a request's first tokens; maybe a view of the cache."""
-        _, num_heads, block_size, width = kv_cache.shape
-        if 0 < length <= block_size:
-            return kv_cache[request.blocks[0], :, :length].float()
-        dense = torch.empty(num_heads, length, width)
-        _gather_into(dense, kv_cache, request, length)
-        return dense
 
-    def _halves(self, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [Hkv, n, Dh] of both beside each other, as views."""
-        return dense[..., : self.head_size], dense[..., self.head_size :]
-
-    def _hidden(self, request: _Request) -> torch.Tensor | None:
-        """What a request's rows do not see without any tree, as in :class:`_Part`.
-
-        A window is symmetric where there is no causal mask, as in vLLM.
-        """
-        length, num_rows, window = request.length, request.rows.stop - request.rows.start, self.sliding_window
-        if window is None and (not request.causal or num_rows <= 1):
-            return None
-        # All rows see what lies before the first of them, but for a window.
-        first = 0 if window is not None else max(0, length - num_rows)
-        distance = torch.arange(length - num_rows, length)[:, None] - torch.arange(first, length)
-        visible = distance >= 0 if request.causal else torch.ones_like(distance, dtype=torch.bool)
-        if window is not None:
-            visible &= distance.abs() < window
-        return hide(visible)
+def _as_vllm_takes_it(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of a cache [blocks, Hkv, block_size, 2 * Dh] under the shape that vLLM's kernels ask for."""
+    num_blocks, num_heads, block_size, width = kv_cache.shape
+    keys, values = kv_cache.view(num_blocks, num_heads, 2 * block_size, width // 2).chunk(2, dim=2)
+    return keys, values
 
 
 def _requests(metadata: TreeCpuMetadata) -> list[_Request]:
     """The batch's requests; those without query rows (padding) have an empty slice."""
     bounds, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-    causal = metadata.causal
-    flags = causal.bool().tolist() if isinstance(causal, torch.Tensor) else [causal] * metadata.num_reqs
     blocks = metadata.block_table[: metadata.num_reqs].tolist()
     return [
-        _Request(slice(bounds[index], bounds[index + 1]), lengths[index], blocks[index], flags[index])
+        _Request(slice(bounds[index], bounds[index + 1]), lengths[index], blocks[index])
         for index in range(metadata.num_reqs)
     ]
 
 
-def _tree_parts(request: _Request, prefix_len: int, row_mask: torch.Tensor, num_soft: int) -> list[_Part]:
-    """One request with a tail: its ordinary rows and its contemplate rows, if any, each in a softmax of their own.
+def _rows_of(metadata: TreeCpuMetadata, tail: TargetTail, num_soft: int) -> _Rows:
+    """All rows of a batch: those of trees part by part; chains are as good as no tree."""
+    requests = _requests(metadata)
+    parts = []
+    for request, prefix_len in zip(requests, tail.prefix_len[: tail.num_reqs].tolist(), strict=False):
+        if prefix_len < request.length and request.rows.start < request.rows.stop:
+            parts += _tree_parts(request, prefix_len, tail.row_mask[request.rows], num_soft)
+    num_rows = sum(part.rows.stop - part.rows.start for part in parts)
+    return _Rows(parts, others=num_rows < sum(request.rows.stop - request.rows.start for request in requests))
 
-    What the ordinary rows are computed with ends with the last key that one of them sees. So in float32 their output
-    is the same bits with rows behind them and without.
+
+def _tree_parts(request: _Request, prefix_len: int, row_mask: torch.Tensor, num_soft: int) -> list[_Part]:
+    """One request with a tail: its ordinary rows, unless they are a chain, and its contemplate rows, if any.
+
+    Each has a softmax of its own. What the ordinary rows of a tree are computed with ends with the last key that one of
+    them sees. So in float32 their output is the same bits with rows behind them and without.
     """
     seen = unpack_bits(row_mask)
     seen, prompts = seen.tensor_split([32 * (row_mask.shape[1] - soft_words(num_soft))], dim=1)
     softened = prompts.any(1).nonzero().flatten().tolist()
     ordinary = softened[0] if softened else len(seen)
+    is_chain = bool((seen[:ordinary] == torch.ones(ordinary, seen.shape[1], dtype=torch.bool).tril()).all())
     parts = []
-    for rows, sees_prompts in ((slice(0, ordinary), False), (slice(ordinary, len(seen)), num_soft > 0)):
+    for rows, sees_prompts in ((slice(is_chain * ordinary, ordinary), False), (slice(ordinary, len(seen)), True)):
         if rows.start == rows.stop:
             continue
         last_seen = int((seen[rows] * torch.arange(1, seen.shape[1] + 1)).max())
@@ -416,79 +464,53 @@ def _tree_parts(request: _Request, prefix_len: int, row_mask: torch.Tensor, num_
     return parts
 
 
-def _gather_into(dense: torch.Tensor, kv_cache: torch.Tensor, request: _Request, length: int) -> None:
-    """Copy keys and values of a request's first tokens to the front of ``dense`` [Hkv, at least length, 2 * Dh]."""
-    block_size = kv_cache.shape[2]
-    starts = range(0, length, block_size)
-    for start, block in zip(starts, request.blocks[: len(starts)], strict=True):
-        stop = min(start + block_size, length)
-        dense[:, start:stop] = kv_cache[block, :, : stop - start]
+def _spans(kv_cache: torch.Tensor, request: _Request, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys [Hkv, Dh, n] and values [Hkv, n, Dh] of a request's first tokens, block by block, as views of the cache."""
+    _, num_heads, block_size, width = kv_cache.shape
+    block_stride, head_stride = kv_cache.stride()[:2]
+    head_size, first, spans = width // 2, kv_cache.storage_offset(), []
+    for start, block in zip(range(0, length, block_size), request.blocks, strict=False):
+        place, num_keys = first + block * block_stride, min(block_size, length - start)
+        keys = kv_cache.as_strided((num_heads, head_size, num_keys), (head_stride, block_size, 1), place)
+        place += block_size * head_size
+        values = kv_cache.as_strided((num_heads, num_keys, head_size), (head_stride, head_size, 1), place)
+        spans.append((keys, values))
+    return spans
 
 
 def attend(
     query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    hidden: torch.Tensor | None,
+    spans: list[tuple[torch.Tensor, torch.Tensor]],
+    hidden: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
     """Grouped-query attention of one request in float32; the query heads of a KV head are rows of one product.
 
     Args:
         query: [rows, Hq, Dh].
-        keys: float32 [Hkv, n, Dh]; n may be 0.
-        values: likewise.
-        hidden: float32 [rows, m] added to the logits of the last m keys, 0 or -inf; None if every row sees every key.
+        spans: the keys [Hkv, Dh, n] and values [Hkv, n, Dh] that are read, one behind the other; maybe none.
+        hidden: float32 [rows, m] added to the logits of the last m keys, 0 or -inf.
         scale: of the logits.
 
     Returns:
         The output [rows, Hq, Dh] in float32, zeros where there is no key.
     """
-    (num_rows, num_heads, head_size), (num_kv_heads, num_keys, _) = query.shape, keys.shape
+    if not spans:
+        return torch.zeros_like(query, dtype=torch.float32)
+    (num_rows, num_heads, head_size), num_kv_heads = query.shape, spans[0][0].shape[0]
     # One pass over the query, into the order that the products want.
     grouped = torch.mul(query.float().transpose(0, 1), scale, out=torch.empty(num_heads, num_rows, head_size))
     grouped = grouped.view(num_kv_heads, -1, head_size)
-    logits = torch.bmm(grouped, keys.transpose(1, 2))
-    if hidden is not None:
-        logits.view(num_heads, num_rows, num_keys)[..., num_keys - hidden.shape[1] :] += hidden
-    out = torch.bmm(torch.softmax(logits, dim=-1), values)
+    each = [torch.bmm(grouped, keys.float()) for keys, _ in spans]
+    logits = each[0] if len(each) == 1 else torch.cat(each, dim=-1)
+    num_keys, num_hidden = logits.shape[-1], hidden.shape[1]
+    logits.view(num_heads, num_rows, num_keys)[..., num_keys - num_hidden :] += hidden
+    shares = torch.softmax(logits, dim=-1).split([values.shape[1] for _, values in spans], dim=-1)
+    out = torch.bmm(shares[0], spans[0][1].float())
+    for share, (_, values) in zip(shares[1:], spans[1:], strict=True):
+        out.baddbmm_(share, values.float())
     out = out.view(num_heads, num_rows, head_size).transpose(0, 1)
-    if hidden is not None and hidden.shape[1] == num_keys:
+    if num_hidden == num_keys:
         # A row that sees nothing (in vLLM's dummy runs) was divided by nothing.
         out.masked_fill_(hidden.isneginf().all(1)[:, None, None], 0.0)
     return out
-
-
-def attend_row(
-    query: torch.Tensor, kv_cache: torch.Tensor, request: _Request, scale: float, output: torch.Tensor
-) -> None:
-    """:func:`attend` for one row that sees all tokens of its request, all in float32: read in place, block by block.
-
-    Args:
-        query: [Hq, Dh].
-        kv_cache: [blocks, Hkv, block_size, 2 * Dh].
-        request: whose newest token it is.
-        scale: of the logits.
-        output: [Hq, Dh], written.
-    """
-    _, num_kv_heads, block_size, width = kv_cache.shape
-    block_stride, head_stride, token_stride, _ = kv_cache.stride()
-    head_size, length, first = width // 2, request.length, kv_cache.storage_offset()
-    query, output = query.reshape(num_kv_heads, -1, head_size), output.view(num_kv_heads, -1, head_size)
-    spans = [
-        (first + block * block_stride, start, min(start + block_size, length))
-        for start, block in zip(range(0, length, block_size), request.blocks, strict=False)
-    ]
-    logits = []
-    for offset, start, stop in spans:
-        shape, strides = (num_kv_heads, head_size, stop - start), (head_stride, 1, token_stride)
-        logits.append(torch.bmm(query, kv_cache.as_strided(shape, strides, offset)))
-    whole = logits[0] if len(logits) == 1 else torch.cat(logits, dim=-1)
-    shares = torch.softmax(whole.mul_(scale), dim=-1)
-    for offset, start, stop in spans:
-        shape, strides = (num_kv_heads, stop - start, head_size), (head_stride, token_stride, 1)
-        values = kv_cache.as_strided(shape, strides, offset + head_size)
-        if start == 0:
-            torch.bmm(shares[..., :stop], values, out=output)
-        else:
-            output.baddbmm_(shares[..., start:stop], values)

@@ -199,6 +199,11 @@ class TreeFlashImpl(FlashAttentionImpl):
 
     reads_trees: ClassVar[bool] = True
 
+    @staticmethod
+    def kv_views(kv_cache: torch.Tensor) -> tuple[torch.Tensor]:
+        """Of a cache [blocks, Hkv, block_size, 2 * Dh] what a token's keys and values lie in: all of it, K beside V."""
+        return (kv_cache,)
+
     def forward(
         self,
         layer: Any,

@@ -75,7 +75,7 @@ class Trees(Feature):
                 if layers[name].is_draft_layer or cache.data_ptr() in seen:
                     continue
                 seen.add(cache.data_ptr())
-                caches.append((cache, group))
+                caches += [(part, group) for part in layers[name].impl.kv_views(cache)]
         self._kv_layers = make_kv_layers(caches)
 
     def tail_of_step(self, common: Any, capturing: bool) -> base.TargetTail | None:

@@ -8,6 +8,12 @@ from vllm_crossspec.engine.vllm_api.points.base import StandIn, parse
 
 TOUCH_POINTS = parse("""
 vllm._custom_ops
+  cpu_attention_with_kv_cache(query key_cache value_cache output query_start_loc seq_lens scale causal alibi_slopes
+      sliding_window block_table softcap scheduler_metadata s_aux dynamic_causal) - called on a CPU: rows that see all
+      before them
+  cpu_attn_get_scheduler_metadata(num_reqs num_heads num_kv_heads head_dim seq_lens dtype query_start_loc causal
+      sliding_window_size isa enable_kv_split dynamic_causal) - called on a CPU: what that kernel needs to know
+  cpu_attn_reshape_and_cache(key value key_cache value_cache slot_mapping isa) - called on a CPU: keys and values
   create_onednn_mm(weight primitive_cache_size) - called on a CPU: a drafter's weights in bfloat16
   onednn_mm(dnnl_handler x bias) - called on a CPU: a drafter's products in bfloat16
   rms_norm(out input weight epsilon) - called on a CPU: norms one layer's keys
@@ -123,6 +129,7 @@ vllm.v1.attention.backend
   AttentionBackend.get_builder_cls() - overridden: tree attention on a CPU
   AttentionBackend.get_impl_cls() - overridden: tree attention on a CPU
   AttentionBackend.get_name() - overridden: the name that it takes the place of
+  AttentionBackend.get_supported_head_sizes() - overridden: those of vLLM's kernel
   AttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec) - overridden: any block size serves
   AttentionBackend.supported_kv_cache_layouts() - overridden: FlashAttention's layout on a CPU, too
   AttentionBackend.supports_non_causal() - overridden: block drafters attend without a causal mask
@@ -148,6 +155,7 @@ vllm.v1.attention.backend
   MultipleOf(base) - says that any block size serves
   max_decode_query_len(vllm_config) - called: how wide a graph for several widths may be
 vllm.v1.attention.backends.cpu_attn
+  CPUAttentionBackend.get_supported_head_sizes() - called: the heads that its kernel knows
   CPUAttentionBackendImpl.do_kv_cache_update(self layer key value kv_cache slot_mapping) - ours on a CPU has the same
       interface
   CPUAttentionBackendImpl.forward(self layer query key value kv_cache attn_metadata output output_scale
