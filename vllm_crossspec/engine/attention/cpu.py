@@ -153,10 +153,12 @@ class _Reused:
 
     Attributes:
         rows: of the target's layers, by the number of their soft prompts.
+        schedules: of vLLM's kernel for the target's layers, by the number of their heads.
         prefixes: of each drafter's layer, by the layer's implementation.
     """
 
     rows: dict[int, _Rows] = field(default_factory=dict)
+    schedules: dict[int, torch.Tensor] = field(default_factory=dict)
     prefixes: dict[int, _Prefixes] = field(default_factory=dict)
 
 
@@ -272,11 +274,10 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             kv_cache: [blocks, Hkv, block_size, 2 * Dh].
             slot_mapping: int64 [T], -1 for padding.
         """
-        num_rows, dtype = slot_mapping.shape[0], kv_cache.dtype
-        keys, values = _as_vllm_takes_it(kv_cache)
-        ops.cpu_attn_reshape_and_cache(
-            key[:num_rows].to(dtype), value[:num_rows].to(dtype), keys, values, slot_mapping, self.isa
-        )
+        num_rows, (keys, values) = slot_mapping.shape[0], _as_vllm_takes_it(kv_cache)
+        if key.dtype != kv_cache.dtype:
+            key, value = key.to(kv_cache.dtype), value.to(kv_cache.dtype)
+        ops.cpu_attn_reshape_and_cache(key[:num_rows], value[:num_rows], keys, values, slot_mapping, self.isa)
 
     def forward(
         self,
@@ -310,15 +311,17 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             self._attend_draft_level(query, key, value, kv_cache, attn_metadata, output)
             return output
         tail = None if layer.is_draft_layer else attn_metadata.target_tail
+        # The lengths of a drafter's batch may change between two passes with the same metadata.
+        schedules = {} if layer.is_draft_layer else attn_metadata.reused.schedules
         if tail is None:
-            self._attend_all(query, kv_cache, attn_metadata, output)
+            self._attend_all(query, kv_cache, attn_metadata, schedules, output)
             return output
         soft, reused = soft_prompts_of(layer), attn_metadata.reused.rows
         num_soft = 0 if soft is None else soft.shape[2]
         if num_soft not in reused:
             reused[num_soft] = _rows_of(attn_metadata, tail, num_soft)
         if reused[num_soft].others:
-            self._attend_all(query, kv_cache, attn_metadata, output)
+            self._attend_all(query, kv_cache, attn_metadata, schedules, output)
         for part in reused[num_soft].parts:
             spans = _spans(kv_cache, part.request, part.num_keys)
             if part.sees_prompts:
@@ -328,28 +331,35 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         return output
 
     def _attend_all(
-        self, query: torch.Tensor, kv_cache: torch.Tensor, metadata: TreeCpuMetadata, output: torch.Tensor
+        self,
+        query: torch.Tensor,
+        kv_cache: torch.Tensor,
+        metadata: TreeCpuMetadata,
+        schedules: dict[int, torch.Tensor],
+        output: torch.Tensor,
     ) -> None:
-        """vLLM's kernel, for all rows; a drafter's lengths may change between two passes with the same metadata."""
+        """vLLM's kernel, for all rows."""
         num_reqs, num_tokens, causal = metadata.num_reqs, metadata.num_actual_tokens, metadata.causal
         by_request = causal if isinstance(causal, torch.Tensor) else None
+        is_causal = by_request is None and bool(causal)
         bounds, lengths = metadata.query_start_loc[: num_reqs + 1], metadata.seq_lens[:num_reqs]
         window = -1 if self.sliding_window is None else self.sliding_window
+        if self.num_heads not in schedules:
+            schedules[self.num_heads] = ops.cpu_attn_get_scheduler_metadata(
+                num_reqs=num_reqs,
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_size,
+                seq_lens=lengths,
+                dtype=query.dtype,
+                query_start_loc=bounds,
+                causal=is_causal,
+                sliding_window_size=window,
+                isa=self.isa,
+                enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
+                dynamic_causal=by_request,
+            )
         keys, values = _as_vllm_takes_it(kv_cache)
-        schedule = ops.cpu_attn_get_scheduler_metadata(
-            num_reqs=num_reqs,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_size,
-            seq_lens=lengths,
-            dtype=query.dtype,
-            query_start_loc=bounds,
-            causal=by_request is None and bool(causal),
-            sliding_window_size=window,
-            isa=self.isa,
-            enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
-            dynamic_causal=by_request,
-        )
         ops.cpu_attention_with_kv_cache(
             query=query[:num_tokens],
             key_cache=keys,
@@ -358,12 +368,12 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             query_start_loc=bounds,
             seq_lens=lengths,
             scale=self.scale,
-            causal=by_request is None and bool(causal),
+            causal=is_causal,
             alibi_slopes=None,
             sliding_window=window,
             block_table=metadata.block_table[:num_reqs],
             softcap=0.0,
-            scheduler_metadata=schedule,
+            scheduler_metadata=schedules[self.num_heads],
             s_aux=None,
             dynamic_causal=by_request,
         )
