@@ -1,6 +1,7 @@
 """Several forms of draft from one drafter, and none at all, under a router: one set of weights, one cache."""
 
 import functools
+import json
 import os
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from vllm_crossspec import config_parsing
 from vllm_crossspec.engine.speculators.routed import RoutedSpeculator
+from vllm_crossspec.router.costs import RoundCosts, as_json
 
 NODES = 12
 DRAFTERS: dict[str, Any] = {
@@ -191,9 +193,30 @@ def test_goodput_goes_by_costs_that_are_measured_at_start_up(monkeypatch):
         costs = llm.collective_rpc(lambda worker: worker.model_runner.speculator.router.costs)[0]
         prompts = engines.prompts(4)
         assert engines.generate(llm, prompts, max_tokens=24) == [text[:24] for text in plain()[0][:4]]
+        engines.generate(llm, prompts[:1], max_tokens=64)
+        timed = llm.collective_rpc(lambda worker: worker.model_runner.speculator._num_timed)[0]
+    assert (timed > 8) == (costs is not None)
     if costs is None:  # where kernels are interpreted nothing is
         assert os.environ.get("TRITON_INTERPRET") == "1"
         return
     of = {name: costs.round_seconds(0)[number] for number, name in enumerate(("eagle3", "chain", "plain"))}
     assert of["eagle3"] > of["chain"] > of["plain"] > 0
     assert costs.draft[0][2] < 0.2 * costs.draft[0][1]
+    assert costs.owners == (0, 0, 2)
+
+
+@pytest.mark.e2e
+def test_goodput_goes_by_costs_of_a_file_and_by_no_others(tmp_path, monkeypatch):
+    """By these only the chain pays, whatever is measured here; what a file names beside is not looked at."""
+    monkeypatch.delenv("CROSSSPEC_FIXED_WIDTHS")
+    given = RoundCosts((1, 4), *(((9.0, 0.1, 5.0, 1.0),) * 2,) * 2, ((0.0,) * 4,) * 2, owners=(0, 0, 2, 3))
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(as_json(given, ("eagle3", "chain", "other", "plain"))))
+    drafters = {name: DRAFTERS[name] for name in ("eagle3", "chain", "plain")}
+    router = {"policy": "goodput", "costs": str(file), "explore": False}
+    with engines.engine(spec(drafters, **router), max_num_seqs=4) as llm:
+        assert engines.generate(llm, engines.prompts(4), max_tokens=24) == [text[:24] for text in plain()[0][:4]]
+        found = llm.collective_rpc("crossspec_round_costs")[0]
+        drafts = {name: own["drafts"] for name, own in llm.collective_rpc("crossspec_stats")[0].items()}
+    assert found["draft"] == [[9.0, 0.1, 1.0]] * 2 and found["owners"] == ["eagle3", "eagle3", "plain"]
+    assert drafts["chain"] > 0 and drafts["eagle3"] == drafts["plain"] == 0

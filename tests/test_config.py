@@ -163,7 +163,7 @@ def test_a_standalone_draft_model_drafts_alone():
 
 def test_routers():
     config = parsed(**TWO)
-    assert config.router.policy == "entropy" and config.is_routed
+    assert config.router.policy == "goodput" and config.is_routed
     # Autoregressive drafters come first in routing order, whatever the order they are written in.
     turned = TWO | {"drafters": dict(reversed(TWO["drafters"].items()))}
     assert parsed(**turned).routing_order == ("eagle3", "dflash")
@@ -247,7 +247,10 @@ def test_settings_survive_the_way_to_the_workers():
         (TWO | {"router": {"policy": "entropy", "threshold": -1}}, "router.threshold must be nats of 0 or more"),
         (TWO | {"router": {"policy": "entropy", "threshold": [1, 2]}}, "threshold has 2 numbers; 2 drafters need 1"),
         (TWO | {"router": {"policy": "neural", "model": "m", "threshold": 999}}, "threshold must be tokens between"),
-        (TWO | {"router": {"policy": "fixed", "threshold": 1}}, "policy 'fixed' takes neither model nor threshold"),
+        (
+            TWO | {"router": {"policy": "fixed", "threshold": 1}},
+            "'fixed' takes neither model, threshold nor costs",
+        ),
         (TWO | {"router": {"policy": "entropy", "drafter": "a"}}, "router.drafter belongs to policy 'fixed'"),
         (TWO | {"router": {"policy": "entropy", "max_backlog": 0}}, "router.max_backlog: input should be greater"),
         (TWO | {"verification": "rejection", "router": {"policy": "entropy"}}, "needs verification 'match'"),

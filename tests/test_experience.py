@@ -1,5 +1,6 @@
 """Routing by experience: the kernels against plain numbers, and what the policy does with drafters of known worth."""
 
+import math
 import random
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 
 from vllm_crossspec.router.base import Router, RouterSettings
 from vllm_crossspec.router.costs import RoundCosts
+from vllm_crossspec.router.drift import Drift
 from vllm_crossspec.router.experience import PROBE_EVERY, Experience, drafter_sets
 from vllm_crossspec.router.naive import Learned, route_by_experience
 
@@ -135,6 +137,56 @@ def test_a_drafter_that_becomes_better_is_found_out_and_only_by_exploring():
 def test_exploring_is_bounded():
     taken = run(lambda row, drafter, number: (5.0, 3.5, 1.1)[drafter], [[0.2] * 3, [1.0] * 3], num_rounds=1000)
     assert share(taken, 0, start=100) > 1 - 2 / PROBE_EVERY
+
+
+@pytest.mark.parametrize("factor", [0.8, 1.25])
+def test_costs_follow_what_rounds_take(factor):
+    """One drafter is seen in every round, one now and then, one never; all rounds come to take more, or less."""
+    costs = RoundCosts((1, 4), ((1.0,) * 3,) * 2, ((1.0,) * 3,) * 2, ((0.5,) * 3,) * 2)
+    drift = Drift(costs)
+    for number in range(800):
+        now = factor if number >= 100 else 1.0
+        drift.observe(4, 0, switched=False, seconds=2.0 * now)
+        if number % 64 == 0:
+            drift.observe(4, 1, switched=True, seconds=2.5 * now)
+    (_, _, elsewhere), (often, seldom, never) = drift.factors()
+    assert often == pytest.approx(factor, rel=0.01) and seldom == pytest.approx(factor, rel=0.05)
+    assert never == elsewhere and abs(math.log(never)) > 0.4 * abs(math.log(factor))
+
+
+def test_a_drafter_measured_wrong_is_mended_by_few_rounds_and_pauses_do_not_count():
+    drift = Drift(RoundCosts((1,), ((1.0, 1.0),), ((1.0, 1.0),), ((0.0, 0.0),)))
+    for _ in range(200):
+        drift.observe(1, 0, switched=False, seconds=2.0)
+    drift.observe(1, 0, switched=False, seconds=20.0)  # nobody asked for anything
+    for _ in range(3):
+        drift.observe(1, 1, switched=False, seconds=3.0)
+    right, wrong = drift.factors()[0]
+    assert right == pytest.approx(1.0, abs=0.1) and wrong > 1.3
+
+
+def test_a_router_goes_by_costs_as_they_have_become():
+    """Drafter 1 turns out to take six times as long as was measured: drafter 0 takes its place."""
+    settings = RouterSettings("goodput", ("a", "b"), priors=(3.0, 3.0), tried=())
+    router = Router(settings, hidden_size=8, vocab_size=8, max_num_reqs=4, dtype=torch.float32, device=DEVICE)
+    router.set_costs(RoundCosts((1,), ((0.2, 0.1),), ((0.2, 0.1),), ((0.0, 0.0),)))
+    routes, states = ints([0]), torch.zeros(1, 8, device=DEVICE)
+
+    def choice():
+        router.decide(states, ints([0]).long(), ints([0]), ints([3]), routes)
+        return routes.item()
+
+    assert choice() == 1
+    for _ in range(20):
+        router.drift.observe(1, 1, switched=False, seconds=1.2)
+    assert choice() == 1, "nothing has followed yet"
+    for _ in range(20):
+        router.drift.observe(1, 1, switched=False, seconds=0.6)
+    router.follow_drift()
+    assert choice() == 0
+    given = RouterSettings("goodput", ("a", "b"), costs=router.costs)
+    fixed = Router(given, hidden_size=8, vocab_size=8, max_num_reqs=4, dtype=torch.float32, device=DEVICE)
+    assert fixed.drift is None, "costs that were given stay"
 
 
 def test_a_forecast_counts_when_it_is_made_and_as_far_as_it_came_true():

@@ -434,7 +434,7 @@ def test_collect_refuses_what_cannot_be_recorded(tmp_path, capsys, monkeypatch):
     rows.write_text('{"prompt": "a"}\n')
     records.claim(tmp_path / "other", {"model": "another"})
     for options, sentence in (
-        (["--spec", str(single)], "at least two drafters to record"),
+        (["--spec", str(single)], "at least two drafters"),
         (["--spec", str(tmp_path / "none.json")], "No such file"),
         (["--prompts", str(tmp_path / "none.jsonl")], "No such file"),
         (["--prompts", str(rows), "--out", str(tmp_path / "other")], "holds records with another"),

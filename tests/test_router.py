@@ -26,7 +26,7 @@ from steps import DEVICE, int32
 
 from vllm_crossspec.router import kernels, naive
 from vllm_crossspec.router.checkpoint import EntropyGain, check_router, read_router, save_router
-from vllm_crossspec.router.costs import ALWAYS, RoundCosts, auto_thresholds
+from vllm_crossspec.router.costs import ALWAYS, RoundCosts, as_json, auto_thresholds, read_costs
 from vllm_crossspec.router.policies import KINDS, policy_kind
 
 
@@ -142,6 +142,26 @@ def test_the_nearest_measured_batch_size_counts():
     costs = RoundCosts((1, 4, 16), *(((1.0, 1.0),) * 3,) * 3)
     assert [costs.row(n) for n in (1, 2, 3, 4, 10, 11, 16, 500)] == [0, 0, 1, 1, 1, 2, 2, 2]
     assert costs.round_seconds(1) == (2.0, 2.0)
+
+
+def test_costs_in_a_file_are_found_by_name(tmp_path):
+    costs = RoundCosts(
+        (1, 4), *([(i, i + 1, i + 2), (i + 3, i + 4, i + 5)] for i in (1.0, 10.0, 20.0)), owners=(0, 0, 2)
+    )
+    file, names = tmp_path / "costs.json", ("tree", "chain", "suffix")
+    file.write_text(json.dumps(as_json(costs, names)))
+    assert as_json(read_costs(file, names, "costs"), names) == as_json(costs, names)
+    some = read_costs(file, ("suffix", "chain"), "costs")
+    assert some.draft == ((3.0, 2.0), (6.0, 5.0)) and some.owners == (0, 1)  # whose owner is not among them
+    for content, sentence in (
+        ("{", "costs .*costs.json is no file of costs that `crossspec costs` writes"),
+        (json.dumps(as_json(costs, ("a", "chain", "suffix"))), "no costs of drafter 'tree'; its drafters are a, chain"),
+        (json.dumps({**as_json(costs, names), "draft": [[1, 2]]}), "must give positive seconds"),
+        ("[]", "must give positive seconds"),
+    ):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=sentence):
+            read_costs(file, names, "costs")
 
 
 def test_neural_thresholds_break_even():

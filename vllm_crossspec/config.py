@@ -194,15 +194,18 @@ class RouterConfig(Settings):
         threshold: ``entropy``: nats above which the autoregressive drafter drafts; ``neural``: tokens by which it must
             be expected to do better. One number, or one for each drafter but the last in routing order. "auto" is set
             from the drafters' costs.
+        costs: file of what rounds cost (``crossspec costs``), for "auto" thresholds and ``goodput``; None: measured
+            at start-up.
         max_backlog: most tokens that a request's inactive drafter may miss before it catches up.
         explore: ``goodput`` without ``model``: whether every 64th round tries a drafter, by turns.
         lazy: whether inactive drafters wait; if not, all of them catch up in every round.
     """
 
-    policy: Literal["fixed", "entropy", "neural", "goodput", "record"] = "entropy"
+    policy: Literal["fixed", "entropy", "neural", "goodput", "record"] = "goodput"
     drafter: str | None = None
     model: str | None = None
     threshold: Threshold = "auto"
+    costs: str | None = Field(None, min_length=1)
     max_backlog: StrictInt = Field(512, ge=1, le=1 << 20)
     explore: StrictBool = True
     lazy: StrictBool = True

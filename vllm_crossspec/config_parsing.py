@@ -288,7 +288,7 @@ def _parse_meta(raw: Mapping[str, Any], native_keys: Collection[str]) -> CrossSp
     router = raw.get("router", {})
     if isinstance(router, Mapping) and "policy" not in router:
         fixed = "drafter" in router or len(named) == 1
-        router = {"policy": "fixed" if fixed else "entropy", **router}
+        router = {"policy": "fixed" if fixed else "goodput", **router}
     fields = {k: raw[k] for k in ("num_speculative_tokens", *_TOP_KEYS) if k in raw}
     config = _build(CrossSpecConfig, {"method": raw["method"], "drafters": named, "router": router, **fields}, "")
     _check_router(config)
@@ -328,8 +328,8 @@ def _check_router(config: CrossSpecConfig) -> None:
             f"{key}.drafter is {config.active!r}, which is none of drafters{nearest(config.active, config.drafters)}"
         )
     if policy == "fixed":
-        if router.model is not None or router.threshold != "auto":
-            raise ValueError(f"{key}: policy 'fixed' takes neither model nor threshold; leave them out")
+        if router.model is not None or router.threshold != "auto" or router.costs is not None:
+            raise ValueError(f"{key}: policy 'fixed' takes neither model, threshold nor costs; leave them out")
         return
     if len(config.drafters) < 2:
         raise ValueError(f"{key}.policy {policy!r} chooses between drafters, and there is one; add another to drafters")

@@ -10,6 +10,7 @@ import typer
 from vllm_crossspec.cli.bench import bench
 from vllm_crossspec.cli.calibrate import app as calibrate_app
 from vllm_crossspec.cli.collect import collect
+from vllm_crossspec.cli.costs import costs
 from vllm_crossspec.cli.demo import demo
 from vllm_crossspec.cli.doctor import doctor
 from vllm_crossspec.cli.flashhead import app as flashhead_app
@@ -30,7 +31,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, bench, doctor, collect, oracle, trace, inflate):
+for command in (demo, bench, doctor, collect, costs, oracle, trace, inflate):
     app.command()(command)
 for group in (calibrate_app, ngram_app, flashhead_app):
     app.add_typer(group)

@@ -59,7 +59,7 @@ def collect(
 
     Example: crossspec collect --prompts train.jsonl --out work/records
     """
-    speculative = _speculative(spec)
+    speculative = drafters_of(spec)
     chosen = interleaved(answers.prompts, answers.limit)
     sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": answers.max_tokens}
     if temperature > 0:
@@ -75,15 +75,15 @@ def collect(
     typer.echo(f"{num_shards} shards of records in {out}")
 
 
-def _speculative(spec: Path | None) -> dict[str, Any]:
-    """The config whose drafters are recorded. Raises ValueError where it has none to choose between."""
+def drafters_of(spec: Path | None) -> dict[str, Any]:
+    """The config whose drafters are looked at. Raises ValueError where it has none to choose between."""
     if spec is None:
         return {"method": "whiflash", "drafters": located(WHIFLASH_DRAFTERS, POCKET)}
     config = read_configs([spec])[spec.stem]
     assert config is not None
     drafters = config.get("drafters")
     if config.get("method") != "whiflash" or not isinstance(drafters, Mapping) or len(drafters) < 2:
-        raise ValueError(f'--spec {spec} must have "method": "whiflash" and at least two drafters to record')
+        raise ValueError(f'--spec {spec} must have "method": "whiflash" and at least two drafters')
     return config
 
 

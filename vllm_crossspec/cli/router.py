@@ -11,7 +11,7 @@ from typer import Option
 
 from vllm_crossspec.cli import meta
 from vllm_crossspec.cli.compare import wide_console
-from vllm_crossspec.cli.options import check_file, grouped, name_list, parse_json, write_json
+from vllm_crossspec.cli.options import check_file, grouped, name_list, write_json
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     import torch
@@ -36,8 +36,9 @@ class CostOptions(NamedTuple):
     costs: Annotated[
         Path | None,
         Option(
-            help="JSON with the seconds of a round: `batch_sizes` [B] and `draft`, `verify`, `switch`, each [B][N] in "
-            "routing order. Methods are then judged by tokens a second, else by acceptance length."
+            help="What a round costs, as `crossspec costs` measures it, or written by hand: JSON with `drafters` [N], "
+            "`batch_sizes` [B] and `draft`, `verify`, `switch`, each [B][N] seconds. Methods are then judged by tokens "
+            "a second, else by acceptance length."
         ),
     ] = None
     seconds: Annotated[
@@ -145,9 +146,10 @@ def oracle(
     """How far routing can get on these texts: single drafters, routers, and the three oracles of the WhiFlash paper.
 
     oracle-task: the best drafter of each category. oracle-prompt: of each text. oracle-token: at every round. The
-    table's numbers are tokens a round (or a second, with costs); `mean` is over the categories.
+    table's numbers are tokens a round; with costs tokens a second, and tokens a round beside their mean. `mean` is over
+    the categories. With costs, goodput is the policy of that name without a model, over the texts one after another.
 
-    Example: crossspec oracle --records work/dev --router work/router
+    Example: crossspec oracle --records work/dev --router work/router --costs costs.json
     """
     if neural_threshold is not None and router is None:
         raise ValueError("--neural-threshold needs --router, a folder that `crossspec train router` wrote")
@@ -156,6 +158,8 @@ def oracle(
     from vllm_crossspec.training import calibration
 
     rules = calibration.oracle_rules(loaded.records, loaded.value)
+    if loaded.value.costs is not None:
+        rules["goodput"] = calibration.goodput_rule(loaded.records, loaded.value)
     if entropy_threshold is not None or loaded.checkpoint is not None:
         rules |= [_rule(loaded, "entropy", entropy_threshold, "--entropy-threshold")]
     if loaded.checkpoint is not None:
@@ -247,7 +251,7 @@ def _load(folder: Path, drafters: str | None, router: Path | None, flags: CostOp
 
 def _round_costs(flags: CostOptions, drafters: tuple[str, ...]) -> "RoundCosts | None":
     """The costs that the flags give; None where they give none. Raises ValueError."""
-    from vllm_crossspec.router.costs import RoundCosts
+    from vllm_crossspec.router.costs import parse_costs, read_costs
 
     wanted = len(drafters)
     if flags.costs is None and flags.seconds is None:
@@ -261,18 +265,9 @@ def _round_costs(flags: CostOptions, drafters: tuple[str, ...]) -> "RoundCosts |
         switches = parse_numbers(flags.switch_seconds or ",".join("0" * wanted), wanted, "--switch-seconds")
         tables: Any = {"batch_sizes": [flags.batch_size], "draft": [rounds], "verify": [[0.0] * wanted]}
         tables["switch"] = [switches]
-    else:
-        assert flags.costs is not None
-        tables = parse_json("--costs", flags.costs, flags.costs.read_text())
-    shape = (
-        f"`batch_sizes` [B] rising, and `draft`, `verify` and `switch`, each [B][{wanted}] for {', '.join(drafters)}"
-    )
-    try:
-        parts = (tuple(tuple(float(x) for x in row) for row in tables[key]) for key in ("draft", "verify", "switch"))
-        return RoundCosts(tuple(int(size) for size in tables["batch_sizes"]), *parts)
-    except (KeyError, TypeError, ValueError, AssertionError) as problem:
-        where = f"--costs {flags.costs}" if flags.costs is not None else "--seconds"
-        raise ValueError(f"{where} must give positive seconds: {shape}") from problem
+        return parse_costs(tables, drafters, "--seconds")
+    assert flags.costs is not None
+    return read_costs(flags.costs, drafters, "--costs")
 
 
 def parse_numbers(given: str, count: int, option: str) -> list[float]:
@@ -324,11 +319,14 @@ def _grid(rows: "Sequence[Row]", loaded: Loaded) -> Table:
     grid.add_column("method")
     for category in rows[0].values:
         grid.add_column(category, justify="right")
+    if has_costs := loaded.value.costs is not None:
+        grid.add_column("tokens\na round", justify="right")
     grid.add_column(f"% rounds by\n{' / '.join(names)}", justify="right")
     grid.add_column("switches\na round", justify="right")
     for row in rows:
         shares = " / ".join(f"{100 * share:.0f}" for share in row.shares)
-        grid.add_row(row.method, *(f"{v:.2f}" for v in row.values.values()), shares, f"{row.switches:.2f}")
+        worth = [f"{value:.2f}" for value in (*row.values.values(), *[row.lengths["mean"]] * has_costs)]
+        grid.add_row(row.method, *worth, shares, f"{row.switches:.2f}")
     return grid
 
 

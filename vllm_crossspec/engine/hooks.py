@@ -217,6 +217,14 @@ def _add_worker_methods() -> None:
         for feature in self.model_runner.features.values():
             feature.measure()
 
+    def crossspec_round_costs(self: Any) -> dict[str, Any] | None:
+        """What the router goes by (see ``router.costs``); None where nothing was timed."""
+        from vllm_crossspec.router.costs import as_json
+
+        speculator = self.model_runner.speculator
+        costs = speculator.router.costs
+        return None if costs is None else as_json(costs, speculator.order)
+
     def crossspec_step_costs(self: Any) -> Any:
         """What steps cost by draft tokens and running requests (see ``engine.startup.step_costs``)."""
         return self.model_runner.measured_step_costs()
@@ -240,6 +248,7 @@ def _add_worker_methods() -> None:
     WorkerBase.crossspec_take_records = crossspec_take_records
     WorkerBase.crossspec_take_rounds = crossspec_take_rounds
     WorkerBase.crossspec_measure = crossspec_measure
+    WorkerBase.crossspec_round_costs = crossspec_round_costs
     WorkerBase.crossspec_step_costs = crossspec_step_costs
     WorkerBase.crossspec_begin_shares = crossspec_begin_shares
     WorkerBase.crossspec_end_shares = crossspec_end_shares

@@ -11,6 +11,7 @@ import torch
 from vllm_crossspec.router import kernels
 from vllm_crossspec.router.checkpoint import RouterCheckpoint
 from vllm_crossspec.router.costs import RoundCosts, Table, auto_thresholds
+from vllm_crossspec.router.drift import Drift
 from vllm_crossspec.router.experience import Experience
 from vllm_crossspec.router.policies import policy_kind
 
@@ -64,6 +65,8 @@ class Router:
             batch; only what the policy looks at.
         num_launches: kernel launches of a round.
         experience: what drafts have been worth, where the policy goes by that; else None.
+        drift: how costs have changed since they were measured, where the policy goes by experience; None where it does
+            not, or costs were given.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class Router:
             self._gain_parts = filled(max_num_reqs * blocks * others)
         lengths = settings.checkpoint.facts.mean_lengths if settings.checkpoint else (1.0,)
         self._mean_length = filled(1, value=lengths[-1])
+        self.drift: Drift | None = None
         self.set_costs(settings.costs)
 
     def _load(self, checkpoint: RouterCheckpoint, dtype: torch.dtype) -> None:
@@ -127,6 +131,8 @@ class Router:
         """
         settings, num_drafters = self.settings, len(self.settings.drafters)
         self.costs = costs
+        is_measured = costs is not None and costs is not settings.costs
+        self.drift = Drift(costs) if costs is not None and is_measured and self.experience is not None else None
         facts = settings.checkpoint.facts if settings.checkpoint else None
         if settings.thresholds is not None:
             rows: Table = (settings.thresholds,) * (len(costs.batch_sizes) if costs else 1)
@@ -141,6 +147,15 @@ class Router:
         self._thresholds = torch.tensor(rows, dtype=torch.float32, device=self.device)
         self._seconds = torch.tensor(seconds, dtype=torch.float32, device=self.device)
         self._parts = torch.tensor(parts, dtype=torch.float32, device=self.device)
+        self._measured_parts, self._factors = self._parts.clone(), torch.ones_like(self._parts[:, :1])
+        self._factors_on_host = torch.ones(self._factors.shape, pin_memory=self.device.type == "cuda")
+
+    def follow_drift(self) -> None:
+        """Go by costs as they are now, by what :attr:`drift` was shown; a small copy to the device, no wait."""
+        if self.drift is not None:
+            self._factors_on_host[:, 0] = torch.tensor(self.drift.factors())
+            self._factors.copy_(self._factors_on_host, non_blocking=True)
+            torch.mul(self._measured_parts, self._factors, out=self._parts)
 
     def warm_up(self, logits: torch.Tensor, hidden_states: torch.Tensor) -> None:
         """Compile every variant that batches of any size use, so that no request waits for it; changes no state.

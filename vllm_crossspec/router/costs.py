@@ -1,12 +1,18 @@
 """What a round costs, and the thresholds that follow from it.
 
+Costs are kept as JSON: ``drafters`` [N] names, ``owners`` [N] those of the drafters whose cache they use,
+``batch_sizes`` [B], and ``draft``, ``verify``, ``switch``, each [B][N] seconds.
+
 Shape legend: B measured batch sizes, N drafters in routing order, the last of which is the reference.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
+from pathlib import Path
+from typing import Any
 
 from vllm_crossspec.router.checkpoint import EntropyGain, RouterFacts
 from vllm_crossspec.router.policies import policy_kind
@@ -33,19 +39,23 @@ class RoundCosts:
         draft: [B][N] one draft of every request with this drafter.
         verify: [B][N] the target's pass over this drafter's drafts.
         switch: [B][N] every request coming to this drafter: its catch-up over backlogs of mean length.
+        owners: [N] whose cache each drafter uses, as numbers of drafters: a switch between two with the same costs
+            nothing. Empty: each its own.
     """
 
     batch_sizes: tuple[int, ...]
     draft: Table
     verify: Table
     switch: Table
+    owners: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         sizes = self.batch_sizes
         assert sizes and sizes[0] > 0 and all(a < b for a, b in pairwise(sizes)), sizes
         for table in (self.draft, self.verify, self.switch):
             assert len(table) == len(sizes) and all(len(row) == self.num_drafters for row in table)
-            assert all(0 <= seconds < inf for row in table for seconds in row)
+            assert len(self.owners) in (0, self.num_drafters), self.owners
+        assert all(0 <= seconds < inf for row in table for seconds in row)
         assert all(seconds > 0 for row in range(len(sizes)) for seconds in self.round_seconds(row))
 
     @property
@@ -60,6 +70,63 @@ class RoundCosts:
     def round_seconds(self, row: int) -> tuple[float, ...]:
         """[N] seconds of a whole round with each drafter: its draft and the target's pass over it."""
         return tuple(a + b for a, b in zip(self.draft[row], self.verify[row], strict=True))
+
+
+def parse_costs(found: Any, drafters: Sequence[str], where: str) -> RoundCosts:
+    """The costs of some drafters, from what a file says.
+
+    Args:
+        found: the parsed JSON; its ``drafters`` may be more than those asked for, in any order, or be left out where
+            columns are in routing order; so may ``owners``, where each drafter has its own cache.
+        drafters: [N] names in routing order.
+        where: names the file in messages.
+
+    Raises:
+        ValueError: there is no such drafter among them, or they are no tables of seconds.
+    """
+    names = found.get("drafters", drafters) if isinstance(found, Mapping) else drafters
+    names = list(names) if isinstance(names, Sequence) and not isinstance(names, str) else []
+    if unknown := [name for name in drafters if name not in names]:
+        others = ", ".join(map(str, names))
+        raise ValueError(f"{where} has no costs of drafter {unknown[0]!r}; its drafters are {others}")
+    columns = [names.index(name) for name in drafters]
+    try:
+        sizes = tuple(int(size) for size in found["batch_sizes"])
+        tables: dict[str, Table] = {}
+        for key in ("draft", "verify", "switch"):
+            assert all(len(row) == len(names) for row in found[key])
+            tables[key] = tuple(tuple(float(row[column]) for column in columns) for row in found[key])
+        owners = [found.get("owners", names)[column] for column in columns]
+        return RoundCosts(sizes, **tables, owners=tuple(map(owners.index, owners)))
+    except (KeyError, IndexError, TypeError, ValueError, AssertionError) as problem:
+        raise ValueError(
+            f"{where} must give positive seconds: `batch_sizes` [B] rising, and `draft`, `verify` and `switch`, each "
+            f"[B][{len(names)}] for {', '.join(map(str, names))}"
+        ) from problem
+
+
+def read_costs(file: str | Path, drafters: Sequence[str], key: str) -> RoundCosts:
+    """The costs of some drafters from a file that ``crossspec costs`` wrote, or someone by hand.
+
+    Raises:
+        ValueError: it is no such file, or has not got all of these drafters; begins with ``key``.
+    """
+    where = f"{key} {file}"
+    try:
+        found = json.loads(Path(file).read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
+        raise ValueError(f"{where} is no file of costs that `crossspec costs` writes: {problem}") from problem
+    return parse_costs(found, drafters, where)
+
+
+def as_json(costs: RoundCosts, drafters: Sequence[str]) -> dict[str, Any]:
+    """What :func:`parse_costs` reads."""
+    return {
+        "drafters": list(drafters),
+        "owners": [drafters[owner] for owner in costs.owners or range(len(drafters))],
+        "batch_sizes": list(costs.batch_sizes),
+        **{key: [list(row) for row in getattr(costs, key)] for key in ("draft", "verify", "switch")},
+    }
 
 
 def nearest(batch_sizes: Sequence[int], num_reqs: int) -> int:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 
 from vllm_crossspec.router.costs import RoundCosts
+from vllm_crossspec.router.experience import PROBE_EVERY
+from vllm_crossspec.router.naive import Learned, route_by_experience
 
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(records int64 [A], drafters of the rounds before int64 [A], -1 at the beginning) -> drafters int64 [A]."""
@@ -41,7 +43,7 @@ class Outcome(NamedTuple):
     Attributes:
         tokens: int64 [T] generated after the first of each text, which its prompt's pass gives.
         rounds: int64 [T, N] by drafter.
-        switches: int64 [T, N] rounds whose drafter was not that of the round before, by the drafter switched to.
+        switches: int64 [T, N, N] rounds whose drafter was not that of the round before, by that one and their own.
     """
 
     tokens: torch.Tensor
@@ -72,8 +74,14 @@ class Outcome(NamedTuple):
         """Of one request in a batch of this size: its tokens over its rounds' drafts, verifications and switches."""
         row = costs.row(batch_size)
         seconds = self.rounds.sum(dim=0).double() @ torch.tensor(costs.round_seconds(row), dtype=torch.float64)
-        seconds += self.switches.sum(dim=0).double() @ torch.tensor(costs.switch[row], dtype=torch.float64)
+        seconds += (self.switches.sum(dim=0).double() * _switch_seconds(costs, row)).sum()
         return float(self.tokens.sum()) / float(seconds) if seconds > 0 else 0.0
+
+
+def _switch_seconds(costs: RoundCosts, row: int) -> torch.Tensor:
+    """float64 [N, N] from one drafter to another; nothing where both use one cache."""
+    owners = torch.tensor(costs.owners or range(costs.num_drafters))
+    return torch.tensor(costs.switch[row], dtype=torch.float64) * (owners[:, None] != owners)
 
 
 def walk(
@@ -90,7 +98,7 @@ def walk(
     num_texts, num_drafters = starts.shape[0], lengths.shape[1]
     steps = torch.minimum(lengths, known[:, None]).clamp(min=1)
     rounds = torch.zeros(num_texts, num_drafters, dtype=torch.int64)
-    switches = torch.zeros_like(rounds)
+    switches = torch.zeros(num_texts, num_drafters, num_drafters, dtype=torch.int64)
     texts = (starts < ends).nonzero()[:, 0]
     at, before = starts[texts], torch.full_like(texts, -1)
     while len(texts):
@@ -98,7 +106,7 @@ def walk(
         if on_round is not None:
             on_round(at, drafters)
         rounds[texts, drafters] += 1
-        switches[texts, drafters] += (before >= 0) & (before != drafters)
+        switches[texts, before.clamp(min=0), drafters] += (before >= 0) & (before != drafters)
         at = at + steps[at, drafters]
         goes_on = at < ends[texts]
         texts, at, before = texts[goes_on], at[goes_on], drafters[goes_on]
@@ -138,6 +146,41 @@ def by_gain(gains: torch.Tensor, thresholds: Sequence[float]) -> Rule:
     above = gains - torch.tensor(thresholds, dtype=gains.dtype)
     best = above.max(dim=1)
     return by_record(torch.where(best.values > 0, best.indices, gains.shape[1]))
+
+
+def by_experience(
+    trajectories: Trajectories, priors: Sequence[float], tried: Sequence[int], costs: RoundCosts, batch_size: int = 1
+) -> Rule:
+    """Policy ``goodput`` without a model, one text after another: what earlier texts have shown is known to later ones.
+
+    As in an engine, but that lookups do not say beforehand what they have found.
+
+    Args:
+        trajectories: of the texts, in the order in which they are asked for.
+        priors: [N] tokens of a round with each drafter before anything is known.
+        tried: drafters that are tried every now and then, by turns.
+        costs: of a round.
+        batch_size: whose costs to go by; a request is one of so many that do as it does.
+    """
+    lengths, known, starts, ends = trajectories
+    num_drafters, row = costs.num_drafters, costs.row(batch_size)
+    tables = [[float(cost) for cost in table[row]] for table in (costs.draft, costs.verify, costs.switch)]
+    owners, singles = list(costs.owners or range(num_drafters)), [1 << drafter for drafter in range(num_drafters)]
+    learned = Learned(list(priors))
+    steps = torch.minimum(lengths, known[:, None]).clamp(min=1).tolist()
+    routes, num_rounds = torch.full((len(steps),), num_drafters - 1), 0
+    for text, (at, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        before = -1
+        while at < end:
+            num_rounds += 1
+            turn, place = divmod(num_rounds, PROBE_EVERY)
+            probe = tried[turn % len(tried)] if tried and place == 0 else -1
+            expected = [[learned.expected(text, drafter, -1.0) for drafter in range(num_drafters)]]
+            before = route_by_experience(expected, tables, owners, [before], singles, probe, 1)[0]
+            routes[at] = before
+            learned.learn([(text, before, steps[at][before], -1.0)])
+            at += steps[at][before]
+    return by_record(routes)
 
 
 def _first_true(chosen: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ Shape legend: M records, N drafters in routing order (the last is the reference)
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 from typing import NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from vllm_crossspec.router import simulate
 from vllm_crossspec.router.simulate import Outcome, Rule, Value
 from vllm_crossspec.training.records import Records
 from vllm_crossspec.training.router import trajectories
+from vllm_crossspec.tree.schedule import expected_tokens
 
 OVERALL = "all"
 SWEEPS = 3
@@ -45,10 +47,19 @@ class Calibration(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One method of a table: worth by category and their mean, share of the rounds by drafter, switches a round."""
+    """One method of a table.
+
+    Attributes:
+        method: its name.
+        values: what it is worth by category, and their ``mean``.
+        lengths: tokens a round by category, and their ``mean``, whatever it is judged by.
+        shares: [N] of the rounds by drafter.
+        switches: a round.
+    """
 
     method: str
     values: dict[str, float]
+    lengths: dict[str, float]
     shares: list[float]
     switches: float
 
@@ -156,14 +167,27 @@ def oracle_rules(records: Records, value: Value) -> dict[str, Rule]:
     return rules
 
 
+def goodput_rule(records: Records, value: Value) -> Rule:
+    """Policy ``goodput`` without a model, at these costs; the categories take turns, as requests of a server do."""
+    assert value.costs is not None
+    turns = [text for group in zip_longest(*groups_of(records).values()) for text in group if text is not None]
+    paths = trajectories(records, [records.texts[text] for text in turns])
+    depths = records.facts.depths
+    tried = [drafter for drafter, depth in enumerate(depths) if depth]
+    return simulate.by_experience(paths, list(map(expected_tokens, depths)), tried, value.costs, value.batch_size)
+
+
 def table(records: Records, rules: dict[str, Rule], value: Value) -> list[Row]:
     """A row per rule."""
     paths, groups = trajectories(records, records.texts), groups_of(records)
     rows = []
     for method, rule in rules.items():
         outcome = simulate.walk(paths, rule)
-        values = {category: value(outcome.of(texts)) for category, texts in groups.items()}
-        values["mean"] = sum(values.values()) / len(values)
+        worth, lengths = (
+            {category: judge(outcome.of(texts)) for category, texts in groups.items()} for judge in (value, Value())
+        )
+        for counts in (worth, lengths):
+            counts["mean"] = sum(counts.values()) / len(counts)
         rounds = max(int(outcome.rounds.sum()), 1)
-        rows.append(Row(method, values, outcome.shares, outcome.num_switches / rounds))
+        rows.append(Row(method, worth, lengths, outcome.shares, outcome.num_switches / rounds))
     return rows

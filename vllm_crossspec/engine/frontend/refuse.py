@@ -10,6 +10,7 @@ from vllm_crossspec.drafters.checkpoint import read_config
 from vllm_crossspec.drafters.identity import known_model
 from vllm_crossspec.ngram.store import open_store, tokenizer_hash
 from vllm_crossspec.router.checkpoint import check_router
+from vllm_crossspec.router.costs import read_costs
 from vllm_crossspec.types import TargetFacts
 
 V1_REFUSAL = "vllm_crossspec's proposers (set VLLM_USE_V2_MODEL_RUNNER=1 or leave it unset)"
@@ -79,6 +80,8 @@ def check_router_settings(settings: CrossSpecConfig, target: TargetFacts) -> Non
         )
     if router.model is not None:
         check_router(router.model, hidden_size=target.hidden_size, drafters=settings.routing_order, key=f"{key}.model")
+    if router.costs is not None:
+        read_costs(router.costs, settings.routing_order, f"{key}.costs")
 
 
 def check_target(settings: CrossSpecConfig, model_config: Any) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,6 +32,9 @@ logger = init_logger("vllm.crossspec")
 
 NO_DRAFTER = -1
 """The route of a request for which no drafter drafts."""
+
+DRIFT_EVERY = 16
+"""Rounds that are timed between two in which the router's costs follow what was seen."""
 
 MAX_TOKENS_AT_ONCE = 4096
 """Tokens of one catch-up; more are taken in by parts, for what all requests may have missed together is a lot."""
@@ -87,6 +91,9 @@ class RoutedSpeculator(Speculator):
         self._shares_prefix = False
         self.context_graphs: dict[str, ContextGraphs] = {}
         self._alone: str | None = None
+        self._last_round: tuple[float, Array, Array] | None = None
+        self._drafter_before, self._num_timed = NO_DRAFTER, 0
+        self._may_drift = vllm_config.parallel_config.world_size == 1  # ranks must route alike
         num_bytes = sum(b.features.nbytes for b in self.backlogs.values())
         logger.info(
             "crossspec: policy %s over %s; %.1f MiB hold what inactive drafters miss (%d tokens of a request, %.2f MiB "
@@ -182,6 +189,7 @@ class RoutedSpeculator(Speculator):
         self._store(step, slots)
         self.clock.mark()
         routes, computed = self.copied.wait(num_reqs)  # the sync named "route copy"
+        self._time_round(slots, routes)
         before, self.computed[slots] = self.computed[slots], computed
         if step.num_scheduled == 0:
             routes = np.full_like(routes, NO_DRAFTER)
@@ -202,6 +210,27 @@ class RoutedSpeculator(Speculator):
                 self._draft(name, step, slots, rows)
         self.clock.mark()
         return self.drafts.tokens[:num_reqs]
+
+    def _time_round(self, slots: Array, routes: Array) -> None:
+        """Show a router that follows costs what the round took that ends here, if one drafter drafted for the batch.
+
+        From one wait to the next lie the drafts of the one round and the target's pass over them.
+        """
+        now, before, drift = time.perf_counter(), self._last_round, self.router.drift
+        if drift is None or not self._may_drift:
+            return
+        self._last_round = (now, slots, routes)
+        if before is None or not np.array_equal(before[1], slots) or (routes < 0).any():
+            return
+        drafter, owners = int(before[2][0]), self.router.settings.owners
+        if drafter < 0 or (before[2] != drafter).any() or owners is None:
+            return
+        switched = self._drafter_before >= 0 and owners[self._drafter_before] != owners[drafter]
+        self._drafter_before = drafter
+        drift.observe(len(slots), drafter, switched, now - before[0])
+        self._num_timed += 1
+        if self._num_timed % DRIFT_EVERY == 0:
+            self.router.follow_drift()
 
     def _forecast(self, step: StepInputs) -> None:
         """For a router that goes by experience: what drafters expect that know it before they draft."""

@@ -8,6 +8,7 @@ from vllm_crossspec.config import CrossSpecConfig
 from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.router.base import Router, RouterSettings
 from vllm_crossspec.router.checkpoint import read_router
+from vllm_crossspec.router.costs import read_costs
 from vllm_crossspec.tree.schedule import expected_tokens
 
 
@@ -28,7 +29,7 @@ def make_router(settings: CrossSpecConfig, vllm_config: Any, device: torch.devic
             drafters=order,
             thresholds=_thresholds(router.threshold),
             checkpoint=checkpoint,
-            costs=None,
+            costs=None if router.costs is None else read_costs(router.costs, order, "speculative_config.router.costs"),
             fixed=order.index(settings.active),
             owners=tuple(order.index(settings.owner_of(name)) for name in order),
             priors=tuple(expected_tokens(settings.width_of(name)) for name in order),

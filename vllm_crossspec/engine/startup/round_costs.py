@@ -32,7 +32,9 @@ def is_wanted(speculator: Any) -> bool:
     kind = policy_kind(settings.policy, "router.policy")
     # Without a trained router no cost moves "auto": see auto_thresholds.
     is_auto = kind.takes_threshold and settings.thresholds is None and settings.checkpoint is not None
-    return can_measure(speculator.vllm_config.parallel_config) and (kind.uses_costs or is_auto)
+    return (
+        settings.costs is None and can_measure(speculator.vllm_config.parallel_config) and (kind.uses_costs or is_auto)
+    )
 
 
 def scheduled_width(vllm_config: Any, step_costs: load.StepTable | None, num_reqs: int) -> int:
@@ -97,7 +99,8 @@ def measure(runner: Any) -> RoundCosts | None:
         switch[size] = tuple(time_switch(speculator, name, size) for name in speculator.order)
     costs = None
     if sizes := tuple(sorted(widths)):
-        costs = RoundCosts(sizes, *(tuple(table[size] for size in sizes) for table in (draft, verify, switch)))
+        tables = [tuple(table[size] for size in sizes) for table in (draft, verify, switch)]
+        costs = RoundCosts(sizes, tables[0], tables[1], tables[2], speculator.router.settings.owners or ())
     costs = get_tp_group().broadcast_object(costs, src=0)
     if costs is not None:
         logger.info(
