@@ -54,6 +54,7 @@ ONE_STEP = "--steps 1 --rows-per-step 2 --threads 1"
 SMALLER = {
     "crossspec bench": "--limit 1 --max-tokens 8 --dtype float32",
     "crossspec calibrate heterospec": "--limit 4 --max-tokens 48 --dtype float32",
+    "crossspec costs": "--batch-size 1",
     "crossspec collect": "--limit 1 --max-tokens 24",
     "crossspec demo": "--limit 1 --max-tokens 8",
     "crossspec flashhead build": "--new-tokens 4 --iterations 2 --prompts PROMPTS.jsonl",

@@ -58,8 +58,7 @@ def costs(
     tables = found[0]["costs"]
     if tables is None:
         raise ValueError(
-            "costs: nothing was timed, for kernels are interpreted here or CROSSSPEC_FIXED_WIDTHS is set; use a GPU, "
-            "or a CPU with a C compiler, without that variable"
+            "costs: nothing was timed, for kernels are interpreted here; use a GPU, or a CPU with a C compiler"
         )
     machine = {key: value for key, value in found[0].items() if key not in ("event", "costs")}
     options.write_json(out, {**tables, "meta": {**meta.origin(), **machine}})

@@ -9,6 +9,7 @@ Events, by their ``event``:
     error: ``message`` says in a sentence what the user can mend; the process ends with status 1.
 """
 
+import os
 import sys
 from typing import Any
 
@@ -17,6 +18,7 @@ from vllm_crossspec.engine.jobs.offline import Emit, environment, run_job, start
 
 def tell_costs(job: dict[str, Any], emit: Emit) -> None:
     """Start the engine, which times its rounds, and tell what it found."""
+    os.environ.pop("CROSSSPEC_FIXED_WIDTHS", None)  # which forbids what this is for
     llm = start_engine(job["engine"])
     emit("costs", costs=llm.collective_rpc("crossspec_round_costs")[0], **environment())
 
