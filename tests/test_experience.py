@@ -9,7 +9,15 @@ import torch
 from vllm_crossspec.router.base import Router, RouterSettings
 from vllm_crossspec.router.costs import RoundCosts
 from vllm_crossspec.router.drift import Drift
-from vllm_crossspec.router.experience import PROBE_EVERY, Experience, drafter_sets
+from vllm_crossspec.router.experience import (
+    EARLY_EVERY,
+    EARLY_TURNS,
+    PROBE_EVERY,
+    UNCONDITIONAL,
+    Experience,
+    drafter_sets,
+    probe_of,
+)
 from vllm_crossspec.router.naive import Learned, route_by_experience
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -46,8 +54,8 @@ def test_kernels_against_plain_numbers(num_reqs, num_drafters):
         ]
         experience.known.forecasts[:num_reqs] = torch.tensor(forecasts, device=DEVICE)
         before = previous.tolist()
-        experience.num_rounds = PROBE_EVERY * turn - 1 if turn % 3 == 0 else turn
-        probe = turn % num_drafters if turn % 3 == 0 else -1
+        assert experience.num_rounds == turn - 1
+        probe, hope = probe_of(turn, range(num_drafters))
         experience.decide(torch.tensor(costs, device=DEVICE), ints([*slots, -1]), ints([*tokens, 3]), previous, routes)
 
         learned.learn(
@@ -73,6 +81,7 @@ def test_kernels_against_plain_numbers(num_reqs, num_drafters):
             [before[slots[row]] for row in deciding],
             drafter_sets(num_drafters),
             probe,
+            hope,
             num_reqs + 1,
         )
         total += 1
@@ -130,13 +139,21 @@ def test_requests_get_the_drafters_that_suit_them_where_both_are_worth_their_cos
 
 def test_a_drafter_that_becomes_better_is_found_out_and_only_by_exploring():
     worth = lambda row, drafter, number: (3.0, 1.2 if number < 200 else 7.0)[drafter]  # noqa: E731
-    assert share(run(worth, [[0.2, 0.2], [1.0, 1.0]], num_rounds=1200), 1, start=1000) > 0.9
-    assert share(run(worth, [[0.2, 0.2], [1.0, 1.0]], num_rounds=1200, explores=False), 1, start=1000) < 0.1
+    assert share(run(worth, [[0.2, 0.2], [1.0, 1.0]], num_rounds=1500), 1, start=1300) > 0.9
+    assert share(run(worth, [[0.2, 0.2], [1.0, 1.0]], num_rounds=1500, explores=False), 1, start=1300) < 0.1
+
+
+def test_who_could_not_win_is_seldom_tried():
+    """At the cost of one of its rounds the other has six: half as many tokens again would not make it the best."""
+    worth = lambda row, drafter, number: (3.5, 4.0)[drafter]  # noqa: E731
+    taken, early = run(worth, [[0.1, 3.0], [0.9, 3.0]], num_rounds=1200), EARLY_TURNS * EARLY_EVERY * 2
+    tried = [number for number, batch in enumerate(taken, start=1) if number > early and 1 in batch]
+    assert tried == [n for n in range(early + 1, 1201) if probe_of(n, (0, 1)) == (1, UNCONDITIONAL)] and len(tried) == 2
 
 
 def test_exploring_is_bounded():
-    taken = run(lambda row, drafter, number: (5.0, 3.5, 1.1)[drafter], [[0.2] * 3, [1.0] * 3], num_rounds=1000)
-    assert share(taken, 0, start=100) > 1 - 2 / PROBE_EVERY
+    taken = run(lambda row, drafter, number: (5.0, 3.5, 1.1)[drafter], [[0.2] * 3, [1.0] * 3], num_rounds=1100)
+    assert share(taken, 0, start=200) > 1 - 2 / PROBE_EVERY
 
 
 @pytest.mark.parametrize("factor", [0.8, 1.25])

@@ -8,6 +8,7 @@ Shape legend: R requests of the batch, S slots, N drafters.
 """
 
 # mypy: disable-error-code="no-untyped-def"
+from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
 
@@ -21,8 +22,17 @@ PRIOR_ROUNDS = 4.0
 """Rounds that count as much as what is expected without any; of a request, as what is known of all."""
 PROBE_EVERY = 64
 """Rounds between two in which the whole batch tries a drafter, by turns: exploring costs one round of these at most."""
+EARLY_TURNS, EARLY_EVERY = 8, 4
+"""At first nothing is known: so many turns of all drafters with so few rounds between two."""
+HOPE = 2.0
+"""A drafter is tried where so many times the accepted drafts that are expected of it would make it the best."""
+ALWAYS_EVERY = 4
+"""Turns of all drafters of which in one they are tried whatever is expected: text may have changed."""
 MAX_TOGETHER = 2
 """Most drafters of one round."""
+
+UNCONDITIONAL = 1e6
+"""A hope that makes any drafter the best that drafts at all."""
 
 _OWN_MEMORY, _ALL_MEMORY = tl.constexpr(OWN_MEMORY), tl.constexpr(ALL_MEMORY)
 _PRIOR = tl.constexpr(PRIOR_ROUNDS)
@@ -99,7 +109,7 @@ def _expected(own_ptr, every_ptr, priors_ptr, forecasts_ptr, slot, row, decides,
     return tl.where(forecast >= 0.0, 1.0 + forecast * trust, expected)
 
 
-@triton.jit(do_not_specialize=["num_rows", "num_sets", "probe"])
+@triton.jit(do_not_specialize=["num_rows", "num_sets", "probe", "hope"])
 def _choose_kernel(
     own_ptr,
     every_ptr,
@@ -116,18 +126,20 @@ def _choose_kernel(
     routes_ptr,  # int32 [R] out
     num_rows,
     probe,
+    hope,
     DRAFTERS: tl.constexpr,
 ):
     row = tl.arange(0, _ROWS)
     best_value, best_set = 0.0, 1
-    # The last turn decides with the set that was best; those before only look what a set is worth.
-    for turn in range(num_sets + 1):
-        is_last = turn == num_sets
+    # The last turn decides with the set that was best; those before only look what a set is worth, and the one between
+    # whether the drafter that is to be tried could be the best.
+    for turn in range(num_sets + 2):
+        is_hope, is_last = turn == num_sets, turn == num_sets + 1
         members = tl.load(sets_ptr + turn, mask=turn < num_sets, other=0)
+        if is_hope & (probe >= 0):
+            members = 1 << probe
         if is_last:
             members = best_set
-            if probe >= 0:
-                members = 1 << probe
         draft = 0.0
         for drafter in tl.static_range(DRAFTERS):
             draft += tl.where(((members >> drafter) & 1) != 0, tl.load(costs_ptr + drafter), 0.0)
@@ -153,6 +165,8 @@ def _choose_kernel(
                 own = own + tl.where(is_switch, tl.load(costs_ptr + 2 * DRAFTERS + drafter), 0.0)
                 # A request's share of the step, at what a second of it is worth so far.
                 net = expected - best_value * own / num_rows
+                if is_hope:
+                    expected = 1.0 + (expected - 1.0) * hope
                 takes = (((members >> drafter) & 1) != 0) & (net > worth)
                 worth = tl.where(takes, net, worth)
                 route = tl.where(takes, drafter, route)
@@ -169,7 +183,7 @@ def _choose_kernel(
                 tl.store(last_forecast_ptr + slot, chosen_forecast, mask=decides)
         if num_deciding > 0:
             value = all_tokens / (draft + all_seconds / num_deciding)
-            is_better = (value > best_value) & (turn < num_sets)
+            is_better = (value > best_value) & (turn <= num_sets)
             best_set = tl.where(is_better, members, best_set)
             best_value = tl.where(is_better, value, best_value)
 
@@ -233,7 +247,7 @@ class Experience:
             known.own, known.every, known.last_forecast, *batch, num_rows, DRAFTERS=num_drafters, num_warps=1
         )
         _choose_kernel[(1,)](
-            *known, costs, self.owners, self.sets, self.sets.shape[0], *batch, routes, num_rows, self._probe(),
+            *known, costs, self.owners, self.sets, self.sets.shape[0], *batch, routes, num_rows, *self._probe(),
             DRAFTERS=num_drafters, num_warps=1,
         )  # fmt: skip
 
@@ -241,11 +255,26 @@ class Experience:
         """Forget what the last requests of ``slots`` (int64 [n]) have shown."""
         self.known.own.index_fill_(0, slots, 0.0)
 
-    def _probe(self) -> int:
-        """The drafter that is to be tried in this round; -1 for none."""
+    def _probe(self) -> tuple[int, float]:
+        """The drafter that is to be tried in this round, -1 for none; and how much is to be hoped of it."""
         self.num_rounds += 1
-        turn, place = divmod(self.num_rounds, PROBE_EVERY)
-        return self.tried[turn % len(self.tried)] if self.tried and place == 0 else -1
+        return probe_of(self.num_rounds, self.tried)
+
+
+def probe_of(number: int, tried: Sequence[int]) -> tuple[int, float]:
+    """The drafter that is to be tried in a round, -1 for none, and how often what is expected of it is to be hoped.
+
+    Args:
+        number: of the round, from 1.
+        tried: drafters that take turns.
+    """
+    early = EARLY_TURNS * EARLY_EVERY * len(tried)
+    tries, between = divmod(number, EARLY_EVERY) if number <= early else divmod(number - early, PROBE_EVERY)
+    if not tried or between or not tries:
+        return -1, HOPE
+    turn, place = divmod(tries - 1, len(tried))
+    always = turn == 0 if number <= early else turn % ALWAYS_EVERY == 0
+    return tried[place], UNCONDITIONAL if always else HOPE
 
 
 def drafter_sets(num_drafters: int) -> list[int]:

@@ -138,6 +138,7 @@ def route_by_experience(
     previous: list[int],
     sets: list[int],
     probe: int,
+    hope: float,
     num_rows: int,
 ) -> list[int]:
     """The drafter of every request of a batch; the set of drafters that makes most tokens a second.
@@ -148,12 +149,14 @@ def route_by_experience(
         owners: [N] whose cache each drafter uses.
         previous: [R] drafter of the last round, -1 for none.
         sets: of drafters, as bits; each request takes the member that is worth most to it.
-        probe: a drafter that all are to try; -1 for none.
+        probe: a drafter that all are to try if it is the best as soon as ``hope`` times the accepted drafts that are
+            expected of it come; -1 for none.
+        hope: see ``probe``.
         num_rows: of the batch, R and those that decide nothing.
     """
     draft, verify, switch = costs
 
-    def choose(members: int, worth: float) -> tuple[list[int], float]:
+    def choose(members: int, worth: float, times: float = 1.0) -> tuple[list[int], float]:
         routes, tokens, seconds = [], 0.0, 0.0
         for own, last in zip(expected, previous, strict=True):
             price = [
@@ -163,7 +166,7 @@ def route_by_experience(
             net = {d: own[d] - worth * price[d] / num_rows for d in range(len(own)) if members >> d & 1}
             route = max(net, key=lambda d: net[d])
             routes.append(route)
-            tokens += own[route]
+            tokens += 1 + (own[route] - 1) * times
             seconds += price[route] / len(expected)
         return routes, tokens / (seconds + sum(draft[d] for d in range(len(draft)) if members >> d & 1))
 
@@ -172,4 +175,6 @@ def route_by_experience(
         _, value = choose(members, best)
         if value > best:
             best, best_set = value, members
-    return choose(best_set if probe < 0 else 1 << probe, best)[0]
+    if probe >= 0 and choose(1 << probe, best, hope)[1] > best:
+        best_set = 1 << probe
+    return choose(best_set, best)[0]

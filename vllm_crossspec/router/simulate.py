@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_crossspec.router.costs import RoundCosts
-from vllm_crossspec.router.experience import PROBE_EVERY
+from vllm_crossspec.router.experience import probe_of
 from vllm_crossspec.router.naive import Learned, route_by_experience
 
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -173,10 +173,9 @@ def by_experience(
         before = -1
         while at < end:
             num_rounds += 1
-            turn, place = divmod(num_rounds, PROBE_EVERY)
-            probe = tried[turn % len(tried)] if tried and place == 0 else -1
+            probe = probe_of(num_rounds, tried)
             expected = [[learned.expected(text, drafter, -1.0) for drafter in range(num_drafters)]]
-            before = route_by_experience(expected, tables, owners, [before], singles, probe, 1)[0]
+            before = route_by_experience(expected, tables, owners, [before], singles, *probe, 1)[0]
             routes[at] = before
             learned.learn([(text, before, steps[at][before], -1.0)])
             at += steps[at][before]
