@@ -87,6 +87,7 @@ def made_up_steps(answers: dict[int, Answer], seed: int) -> list[tuple[list[str]
             "tokens.tree": torch.tensor([draft_of(n, i) for n, i in part], dtype=torch.int32),
             "parents.tree": torch.tensor([[0, 1, 0, 3, 4]] * len(part), dtype=torch.uint8),
             "tokens.chain": torch.tensor([draft_of(n, i)[:2] for n, i in part], dtype=torch.int32),
+            "forecast.chain": torch.tensor([n + i / 64 for n, i in part]),
         }
         pieces.append((ids, save(tensors)))
     return pieces
@@ -118,6 +119,7 @@ def test_a_shard_holds_every_token_but_each_texts_last(tmp_path, answers):
         lengths = [accepted_slowly(drafted, [0, 1, 0, 3, 4], rest), accepted_slowly(drafted[:2], [0, 1], rest)]
         assert tensors["lengths"][row].tolist() == lengths
         assert tensors["known"][row] == len(rest)
+        assert tensors["forecasts"][row].tolist() == [records.NO_FORECAST, number + index / 64]
     records.claim(tmp_path, {"model": "a target"})
     records.write_shard(shard_path(tmp_path, 0), tensors, answers, FACTS)
     read = records.read_records(tmp_path)
@@ -128,6 +130,7 @@ def test_a_shard_holds_every_token_but_each_texts_last(tmp_path, answers):
         (7, "code", 13),
     ]
     assert torch.equal(read.lengths, tensors["lengths"].long()) and torch.equal(read.entropy, tensors["entropy"])
+    assert torch.equal(read.forecasts, tensors["forecasts"])
     ((shard, hidden),) = records.hidden_states(read.shards)
     assert (shard.start, shard.end) == (0, 22) and torch.equal(hidden, tensors["hidden"])
 
@@ -339,6 +342,21 @@ def test_lengths_are_what_a_speculating_engine_accepts(collected, prompt_file):
         for accepted in rounds[:-1]:
             left[accepted] -= 1
         assert sorted(left)[0] == 0 and sum(left) == 1 and left.index(1) >= rounds[-1]
+
+
+@pytest.mark.e2e
+def test_lookups_say_what_they_expect_and_are_right_more_often_than_not(tmp_path):
+    spec, prompts = tmp_path / "spec.json", tmp_path / "prompts.jsonl"
+    drafters = {"suffix": {"tree": {"num_nodes": 8}}, "plain": {"type": "nothing"}}
+    spec.write_text(json.dumps({"method": "whiflash", "drafters": drafters}))
+    rows = [{"category": "echo", "prompt": "Say it again: " + f"{word} and so on, " * 8} for word in ("up", "down")]
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    crossspec("collect", "--out", str(tmp_path / "r"), *COLLECT, "--prompts", str(prompts), "--spec", str(spec))
+    read = records.read_records(tmp_path / "r")
+    suffix, plain = (read.forecasts[:, read.facts.drafters.index(name)] for name in ("suffix", "plain"))
+    accepted = read.lengths[:, read.facts.drafters.index("suffix")] - 1
+    assert (plain == 0).all() and (suffix >= 0).all() and (accepted[suffix == 0] == 0).all()
+    assert accepted[suffix > 1].float().mean() > accepted[suffix <= 1].float().mean()
 
 
 @pytest.mark.e2e

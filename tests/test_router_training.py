@@ -137,10 +137,28 @@ def test_goodput_in_simulation_takes_what_brings_most_a_second(costs):
     starts = torch.arange(0, num_texts * length, length)
     paths = Trajectories(lengths, known, starts, starts + length)
     table = RoundCosts((1,), (costs[0],), ((1.0,) * 3,), ((0.0,) * 3,))
-    shares = walk(paths, simulate.by_experience(paths, (2.5, 2.5, 1.0), (0, 1), table)).shares
+    shares = walk(
+        paths, simulate.by_experience(paths, torch.full((len(known), 3), -1.0), (2.5, 2.5, 1.0), (0, 1), table)
+    ).shares
     assert shares[costs[1]] > 0.9 and shares[2] == 0
     # Every 64th round tries one of those that draft, by turns.
     assert shares[1 - costs[1]] > 0
+
+
+def test_a_forecast_is_worth_more_than_a_mean_in_simulation():
+    """Drafter 1 is right with eight drafts or with none and says which; drafter 0 always has three."""
+    count = 2000
+    good = torch.rand(count, generator=torch.Generator().manual_seed(0)) < 0.3
+    lengths = torch.stack([torch.full((count,), 4), 1 + 8 * good], dim=1)
+    paths = Trajectories(lengths, torch.arange(count, 0, -1), torch.tensor([0]), torch.tensor([count]))
+    costs = RoundCosts((1,), ((0.0, 0.0),), ((1.0, 1.0),), ((0.0, 0.0),))
+    said = torch.stack([torch.full((count,), -1.0), 8.0 * good], dim=1)
+    worth = [
+        walk(paths, simulate.by_experience(paths, forecasts, (2.0, 2.0), (0,), costs)).acceptance_length
+        for forecasts in (said, torch.full((count, 2), -1.0))
+    ]
+    best = walk(paths, simulate.oracle_token(paths, Value())).acceptance_length
+    assert worth[0] > 0.98 * best > 1.2 * worth[1]
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -229,6 +247,7 @@ def made_up_records(folder, num_texts: int = 60, shards: int = 3, num_drafters: 
                     "entropy": (hidden[:, 0] > 3) * 0.5 + torch.rand(count, generator=generator),
                     "lengths": torch.minimum(lengths, 1 + known[:, None]).to(torch.int8),
                     "known": known.to(torch.int16),
+                    "forecasts": torch.full((count, num_drafters), records.NO_FORECAST),
                     "position": torch.arange(count, dtype=torch.int32),
                     "text": torch.full((count,), number, dtype=torch.int32),
                 }

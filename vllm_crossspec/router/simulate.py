@@ -149,14 +149,18 @@ def by_gain(gains: torch.Tensor, thresholds: Sequence[float]) -> Rule:
 
 
 def by_experience(
-    trajectories: Trajectories, priors: Sequence[float], tried: Sequence[int], costs: RoundCosts, batch_size: int = 1
+    trajectories: Trajectories,
+    forecasts: torch.Tensor,
+    priors: Sequence[float],
+    tried: Sequence[int],
+    costs: RoundCosts,
+    batch_size: int = 1,
 ) -> Rule:
     """Policy ``goodput`` without a model, one text after another: what earlier texts have shown is known to later ones.
 
-    As in an engine, but that lookups do not say beforehand what they have found.
-
     Args:
         trajectories: of the texts, in the order in which they are asked for.
+        forecasts: [M, N] draft tokens that are expected to be accepted, negative where a drafter does not say.
         priors: [N] tokens of a round with each drafter before anything is known.
         tried: drafters that are tried every now and then, by turns.
         costs: of a round.
@@ -168,16 +172,18 @@ def by_experience(
     owners, singles = list(costs.owners or range(num_drafters)), [1 << drafter for drafter in range(num_drafters)]
     learned = Learned(list(priors))
     steps = torch.minimum(lengths, known[:, None]).clamp(min=1).tolist()
+    said = forecasts.tolist()
     routes, num_rounds = torch.full((len(steps),), num_drafters - 1), 0
     for text, (at, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         before = -1
         while at < end:
             num_rounds += 1
             probe = probe_of(num_rounds, tried)
-            expected = [[learned.expected(text, drafter, -1.0) for drafter in range(num_drafters)]]
+            foreseen = said[at]
+            expected = [[learned.expected(text, drafter, foreseen[drafter]) for drafter in range(num_drafters)]]
             before = route_by_experience(expected, tables, owners, [before], singles, *probe, 1)[0]
             routes[at] = before
-            learned.learn([(text, before, steps[at][before], -1.0)])
+            learned.learn([(text, before, steps[at][before], foreseen[before])])
             at += steps[at][before]
     return by_record(routes)
 

@@ -173,8 +173,9 @@ def goodput_rule(records: Records, value: Value) -> Rule:
     turns = [text for group in zip_longest(*groups_of(records).values()) for text in group if text is not None]
     paths = trajectories(records, [records.texts[text] for text in turns])
     depths = records.facts.depths
-    tried = [drafter for drafter, depth in enumerate(depths) if depth]
-    return simulate.by_experience(paths, list(map(expected_tokens, depths)), tried, value.costs, value.batch_size)
+    tried = [drafter for drafter, foreseen in enumerate((records.forecasts >= 0).any(dim=0).tolist()) if not foreseen]
+    priors = list(map(expected_tokens, depths))
+    return simulate.by_experience(paths, records.forecasts, priors, tried, value.costs, value.batch_size)
 
 
 def table(records: Records, rules: dict[str, Rule], value: Value) -> list[Row]:

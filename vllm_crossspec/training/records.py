@@ -23,8 +23,10 @@ from vllm_crossspec.shards import FORMAT_VERSION, Steps, joined_steps, read_shar
 from vllm_crossspec.shards import write_shard as write_file
 
 INDEX_FILE = "records.json"
-NAMES = ("entropy", "lengths", "known")
+NAMES = ("entropy", "lengths", "known", "forecasts")
 """Tensors of a shard beside the hidden states, which may not fit the memory."""
+NO_FORECAST = -1.0
+"""Of a drafter that does not know before it drafts what to expect."""
 NO_TOKEN = -2
 """Stands for a token past the end of a text; dead draft nodes are -1, so that nothing equals it."""
 
@@ -89,6 +91,8 @@ class Records(NamedTuple):
         lengths: int64 [M, N] tokens that a round beginning there yields with each drafter, the target's own included.
         known: int64 [M] tokens of the text after the record's. Where a draft's accepted part reaches the end of the
             text, the length that is recorded is a lower bound.
+        forecasts: float32 [M, N] draft tokens that each drafter expected to be accepted, before it drafted;
+            ``NO_FORECAST`` where it did not say.
     """
 
     facts: Facts
@@ -97,6 +101,7 @@ class Records(NamedTuple):
     entropy: torch.Tensor
     lengths: torch.Tensor
     known: torch.Tensor
+    forecasts: torch.Tensor
 
     @property
     def is_complete(self) -> torch.Tensor:
@@ -147,8 +152,8 @@ def assemble(steps: Steps, answers: Mapping[int, Answer], facts: Facts) -> dict[
         facts: of the collection.
 
     Returns:
-        ``hidden`` [M, H], ``entropy`` float32 [M], ``lengths`` int8 [M, N], ``known`` int16 [M], ``position`` int32 [M]
-        (index of the record's token in the text) and ``text`` int32 [M].
+        ``hidden`` [M, H], ``entropy`` float32 [M], ``lengths`` int8 [M, N], ``forecasts`` float32 [M, N], ``known``
+        int16 [M], ``position`` int32 [M] (index of the record's token in the text) and ``text`` int32 [M].
 
     Raises:
         RuntimeError: a token of a text has no record.
@@ -165,10 +170,13 @@ def assemble(steps: Steps, answers: Mapping[int, Answer], facts: Facts) -> dict[
         )
         for name in facts.drafters
     ]
+    none = torch.full((len(rows),), NO_FORECAST)
+    forecasts = [data[f"forecast.{name}"][rows] if f"forecast.{name}" in data else none for name in facts.drafters]
     return {
         "hidden": data["hidden"][rows],
         "entropy": data["entropy"][rows].float(),
         "lengths": torch.stack(lengths, dim=1).to(torch.int8),
+        "forecasts": torch.stack(forecasts, dim=1),
         "known": known.clamp(max=torch.iinfo(torch.int16).max).to(torch.int16),
         "position": positions.to(torch.int32),
         "text": numbers.to(torch.int32),
@@ -297,8 +305,8 @@ def read_records(folder: str | Path, key: str = "--records") -> Records:
         if row - first != held:
             raise ValueError(f"{key}: {path} lists {row - first} records and holds {held}; delete it")
         shards.append(Shard(path, first, row))
-    entropy, lengths, known = (torch.cat([shard.tensors[name] for shard in found]) for name in NAMES)
-    return Records(facts, tuple(texts), tuple(shards), entropy, lengths.long(), known.long())
+    entropy, lengths, known, forecasts = (torch.cat([shard.tensors[name] for shard in found]) for name in NAMES)
+    return Records(facts, tuple(texts), tuple(shards), entropy, lengths.long(), known.long(), forecasts)
 
 
 def hidden_states(shards: Sequence[Shard]) -> Iterator[tuple[Shard, torch.Tensor]]:
@@ -327,4 +335,4 @@ def choose_drafters(records: Records, names: Sequence[str], key: str = "--drafte
     facts = records.facts._replace(
         drafters=tuple(known[i] for i in columns), depths=tuple(records.facts.depths[i] for i in columns)
     )
-    return records._replace(facts=facts, lengths=records.lengths[:, columns])
+    return records._replace(facts=facts, lengths=records.lengths[:, columns], forecasts=records.forecasts[:, columns])

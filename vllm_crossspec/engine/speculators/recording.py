@@ -27,7 +27,8 @@ class RecordingSpeculator(SingleSpeculator):
     Of the requests that a step gave a token it keeps ``position`` int64 [R] of the last sampled token in its request,
     ``num_sampled`` int32 [R] (0 inside a prompt: no record), ``hidden`` [R, H] and ``entropy`` float32 [R] (nats) of
     the target where it sampled that token, and of every drafter ``tokens.NAME`` int32 [R, N] (-1 past its draft) and,
-    if it drafts trees, ``parents.NAME`` uint8 [R, N] (row of each node's parent; 0 is the sampled token).
+    if it drafts trees, ``parents.NAME`` uint8 [R, N] (row of each node's parent; 0 is the sampled token); and of those
+    that know before they draft what to expect ``forecast.NAME`` float32 [R].
     """
 
     may_defer = False
@@ -86,6 +87,9 @@ class RecordingSpeculator(SingleSpeculator):
             tensors["entropy"] = torch.distributions.Categorical(logits=logits.float()).entropy()
         for name, draft in drafts.items():
             tensors |= {f"{key}.{name}": value for key, value in _draft_tensors(draft, num_reqs).items()}
+            forecast = self.proposers[name].forecast(step)
+            if forecast is not None:
+                tensors[f"forecast.{name}"] = forecast.clone()
         return tensors
 
     def take_records(self) -> list[tuple[list[str], bytes]]:
