@@ -22,8 +22,8 @@ PRIOR_ROUNDS = 4.0
 """Rounds that count as much as what is expected without any; of a request, as what is known of all."""
 PROBE_EVERY = 64
 """Rounds between two in which the whole batch tries a drafter, by turns: exploring costs one round of these at most."""
-EARLY_TURNS, EARLY_EVERY = 8, 4
-"""At first nothing is known: so many turns of all drafters with so few rounds between two."""
+EARLY_TURNS, EARLY_EVERY = 4, 4
+"""At first nothing is known: so many turns of all drafters with so few rounds between two, whatever is expected."""
 HOPE = 2.0
 """A drafter is tried where so many times the accepted drafts that are expected of it would make it the best."""
 ALWAYS_EVERY = 4
@@ -273,7 +273,7 @@ def probe_of(number: int, tried: Sequence[int]) -> tuple[int, float]:
     if not tried or between or not tries:
         return -1, HOPE
     turn, place = divmod(tries - 1, len(tried))
-    always = turn == 0 if number <= early else turn % ALWAYS_EVERY == 0
+    always = number <= early or turn % ALWAYS_EVERY == 0
     return tried[place], UNCONDITIONAL if always else HOPE
 
 
