@@ -414,9 +414,9 @@ def main() -> int:
             state = "failed" if "error" in found else "done"
             size = f", {num_nodes} nodes" if method in TREES else ""
             print(f"{method}{size}: {state} in {time.perf_counter() - started:.0f} s", file=sys.stderr)
-    whole = document(results, models, options)
-    if options.json:
-        options.json.write_text(json.dumps(whole, indent=1) + "\n")
+            whole = document(results, models, options)
+            if options.json:  # after each method: what is measured outlasts an end in the next one
+                options.json.write_text(json.dumps(whole, indent=1) + "\n")
     print(json.dumps(whole))
     return 1 if any("error" in row for row in whole["rows"]) else 0
 
