@@ -11,6 +11,7 @@ all runs, choose smaller models: ``--large 0.6b --small 0.2b``.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import os
@@ -30,6 +31,9 @@ from vllm_crossspec.cli.rows import PLAIN
 HERE = Path(__file__).resolve().parent
 STEP_MINUTES = 9.0
 """The longest that a step may run."""
+
+END_SECONDS = 30.0
+"""For a step that is ended to end its engines and write what it has measured."""
 
 CAMPAIGN_MINUTES = 40.0
 
@@ -298,6 +302,8 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
         except ProcessLookupError:
             break
         if sign == signal.SIGTERM:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(END_SECONDS)
             time.sleep(1.0)
     process.wait()
 
