@@ -373,6 +373,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run; 1 where a step has failed."""
     options = arguments(argv)
+    # A step must not outlive this process: what runs it ends it where an exception passes.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     campaign = Campaign(options.out, options.minutes)
     all_steps = steps(options.out.resolve(), options)
     if options.list:
