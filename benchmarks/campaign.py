@@ -359,7 +359,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the inflated models")
     add("--device", default="cuda", help="where they are made")
     add("--batch-sizes", default="1,8,32,64", help="requests at a time, comma-separated")
-    add("--memory", type=float, default=0.23, help="share of the GPU for each of at most four engines")
+    add("--memory", type=float, default=0.19, help="share of the GPU for each of at most five engines")
     add("--check", help="a command to run before all others, such as a check of vLLM's own kernels")
     add("--only", default="", help="only steps whose names begin so, comma-separated")
     add("--list", action="store_true", help="print the steps and how they went, and run none")
