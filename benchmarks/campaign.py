@@ -168,7 +168,8 @@ def _identity_steps(
 ) -> Iterator[Step]:
     """The texts of a group at pocket size in float32, without CUDA graphs and with them, which stand on the first."""
     command = [*bench, "--model", str(POCKET / "target"), "--dtype", "float32", "--json", "{json}"]
-    command += ["--batch-sizes", "8", "--limit", "1", "--max-tokens", "48", "--gpu-memory-utilization", "0.1"]
+    command += ["--prompts", str(out / "prompts.jsonl"), "--batch-sizes", "8", "--limit", "24", "--max-tokens", "48"]
+    command += ["--gpu-memory-utilization", "0.1"]
     words = {}
     for name in group:
         words[name] = ("--spec", str(_write_spec(out / "specs" / "pocket" / f"{name}.json", METHODS[name], POCKET)))
