@@ -178,7 +178,8 @@ def _identity_steps(
     whole = {"CROSSSPEC_FIXED_WIDTHS": "1"}
     yield Step(f"eager-identity-{number}", eager, needs, 2, _identical, whole)
     choices = tuple((f"eager-identity-{number}/{name}", pair) for name, pair in words.items())
-    graphs = [*command, "--engine-args", GRAPHS]
+    compilation = json.loads(GRAPHS)["compilation_config"] | {"max_cudagraph_capture_size": 1024}  # 8 of ConFu's trees
+    graphs = [*command, "--engine-args", json.dumps({"compilation_config": compilation})]
     yield Step(f"identity-{number}", graphs, (), 2, _identical, whole, choices)
 
 
