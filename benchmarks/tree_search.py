@@ -69,7 +69,10 @@ def make_search(store: NgramStore | None, batch_size: int, device: torch.device)
             sizes=torch.zeros(batch_size, dtype=torch.int32, device=device),
         ),
     }
-    return ContinuityTree(**settings), torch_ops.ContinuityTree(**settings), given
+    twins = settings
+    if store is not None and device.type == "cuda":  # PyTorch reads no host memory from there
+        twins = settings | {"store": place(store, "gpu", device)}
+    return ContinuityTree(**settings), torch_ops.ContinuityTree(**twins), given
 
 
 def agrees(search: Any, twin: Any, given: dict[str, Any]) -> bool:
