@@ -155,3 +155,12 @@ def test_the_page_has_a_row_for_each_method_and_step(tmp_path):
     page = module.tables(campaign, options)
     assert "| eagle3 | 100 (2.50x) | 800 (2.50x) | yes |" in page
     assert "| kernels | failed: exit code 1: no output |" in page
+
+
+def test_kernels_are_tested_by_files_that_use_a_gpu_where_there_is_one():
+    tests = Path(__file__).parent
+    using = {file.stem.removeprefix("test_") for file in tests.glob("test_*.py") if "DEVICE" in file.read_text()}
+    assert set(module.KERNEL_TESTS) <= using
+    assert {name for name in using if name.endswith("_kernels")} - {"compiled_kernels", "random_kernels"} <= set(
+        module.KERNEL_TESTS
+    )
