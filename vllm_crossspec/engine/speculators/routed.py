@@ -189,7 +189,6 @@ class RoutedSpeculator(Speculator):
         self._store(step, slots)
         self.clock.mark()
         routes, computed = self.copied.wait(num_reqs)  # the sync named "route copy"
-        self._time_round(slots, routes)
         before, self.computed[slots] = self.computed[slots], computed
         if step.num_scheduled == 0:
             routes = np.full_like(routes, NO_DRAFTER)
@@ -199,6 +198,7 @@ class RoutedSpeculator(Speculator):
             # Nothing is learned of a drafter from a round that it does not draft in.
             undrafted = async_tensor_h2d(slots[routes == NO_DRAFTER], device=self.device)
             self.router.previous.index_fill_(0, undrafted, NO_DRAFTER)
+        self._time_round(slots, routes)
         self._count(slots, routes, before)
         self._catch_up_round(slots, routes)
         self.clock.mark()
