@@ -36,13 +36,7 @@ def collect(
     *,
     out: Annotated[Path, Option(help="Folder of the records; a stopped collection goes on there.")],
     answers: options.Answers,
-    spec: Annotated[
-        Path | None,
-        Option(
-            help="A file with the JSON of --speculative-config, method whiflash; its router is not looked at. Default: "
-            "the demo's pair."
-        ),
-    ] = None,
+    spec: options.DraftersFile = None,
     temperature: options.Greedy = 0.0,
     top_p: Annotated[float, Option(min=0.0, max=1.0, help="Of sampled answers.")] = 1.0,
     top_k: Annotated[int, Option(help="Of sampled answers; 0 is all tokens.")] = 0,

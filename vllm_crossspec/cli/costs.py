@@ -21,16 +21,8 @@ MODULE = "vllm_crossspec.engine.jobs.costs"
 def costs(
     *,
     out: Annotated[Path, Option(help="File of the costs, JSON.")],
-    model: Annotated[
-        str | None, Option(help="The target: a local folder or a hub id. Default: the pocket target, in float32.")
-    ] = None,
-    spec: Annotated[
-        Path | None,
-        Option(
-            help="A file with the JSON of --speculative-config, method whiflash; its router is not looked at. Default: "
-            "the demo's pair."
-        ),
-    ] = None,
+    model: options.Target = None,
+    spec: options.DraftersFile = None,
     batch_size: Annotated[int, Option(min=1, help="Most requests at a time; powers of two up to it are measured.")] = 8,
     engine: options.EngineOptions,
 ) -> None:

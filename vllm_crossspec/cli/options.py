@@ -13,6 +13,16 @@ AnswerTokens = Annotated[int, Option(min=1, help="Longest answer, in tokens.")]
 Limit = Annotated[int | None, Option(min=1, help="Use this many prompts of each category.")]
 Greedy = Annotated[float, Option(min=0.0, help="0 is greedy.")]
 EngineBatch = Annotated[int, Option(min=1, help="Most requests at a time, of each engine.")]
+Target = Annotated[
+    str | None, Option(help="The target: a local folder or a hub id. Default: the pocket target, in float32.")
+]
+DraftersFile = Annotated[
+    Path | None,
+    Option(
+        help="A file with the JSON of --speculative-config, method whiflash; its router is not looked at. Default: the "
+        "demo's pair."
+    ),
+]
 TableFile = Annotated[Path | None, Option("--json", help="Write the table as one JSON document.")]
 
 
@@ -40,9 +50,7 @@ class EngineOptions(NamedTuple):
 class Answers(NamedTuple):
     """Which texts are recorded: the answers of a target to prompts, in shards."""
 
-    model: Annotated[
-        str | None, Option(help="The target: a local folder or a hub id. Default: the pocket target, in float32.")
-    ] = None
+    model: Target = None
     prompts: Annotated[
         list[Path] | None,
         Option(
