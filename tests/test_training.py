@@ -1,7 +1,7 @@
 """Training of the drafters on a tiny random target: seconds, on CPU, without vLLM."""
 
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +22,11 @@ from tiny_training import (
 )
 
 from vllm_crossspec.training import dflash, eagle3
-from vllm_crossspec.training.dflash import train_dflash
-from vllm_crossspec.training.eagle3 import Eagle3Drafter, train_eagle3
+from vllm_crossspec.training.confu import ConfuConfig
+from vllm_crossspec.training.dart import DartConfig
+from vllm_crossspec.training.dflash import DFlashConfig, train_dflash
+from vllm_crossspec.training.draft_model import DraftModelConfig
+from vllm_crossspec.training.eagle3 import Eagle3Config, Eagle3Drafter, train_eagle3
 from vllm_crossspec.training.loop import LoopConfig, Trainer
 
 
@@ -64,7 +67,7 @@ def _losses(folder: Path) -> list[float]:
 
 def test_a_finished_run_goes_on_with_more_steps(tmp_path, responses, target_folder):
     """Where the rate is flat and no step decays it, more steps are what one longer run would have made."""
-    flat = {"lr": 2e-3, "warmup": 1, "decay": 0.0, "save_every": 2}
+    flat = {"lr": 2e-3, "warmup": 1, "cooldown": 0.0, "save_every": 2}
     train_eagle3(responses, target_folder, tmp_path / "long", EAGLE3, LoopConfig(steps=6, **flat))
     out = tmp_path / "prolonged"
     train_eagle3(responses, target_folder, out, EAGLE3, LoopConfig(steps=4, **flat))
@@ -82,6 +85,18 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path, responses, target_fold
     with pytest.raises(ValueError, match="of a run with other lr"):
         train_eagle3(responses, target_folder, out, EAGLE3, LoopConfig(steps=8, **flat | {"lr": 1e-3}))
     assert len(_losses(out)) == 7
+
+
+@pytest.mark.parametrize("config", [ConfuConfig, DartConfig, DFlashConfig, DraftModelConfig, Eagle3Config])
+def test_no_setting_of_a_drafter_is_hidden_by_one_of_the_loop(config):
+    """Both stand in one recipe.json, which tells a run that goes on from another one."""
+    assert not {x.name for x in fields(config)} & {x.name for x in fields(LoopConfig)}
+
+
+def test_a_dflash_run_with_another_decay_is_another_run(tmp_path, responses, target_folder):
+    train_dflash(responses, target_folder, tmp_path, DFLASH, LoopConfig(steps=1))
+    with pytest.raises(ValueError, match="of a run with other decay"):
+        train_dflash(responses, target_folder, tmp_path, replace(DFLASH, decay=7.0), LoopConfig(steps=2))
 
 
 def test_eagle3_checkpoint_is_safeailabs_format(tmp_path, responses, target_folder):

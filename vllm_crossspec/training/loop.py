@@ -26,7 +26,7 @@ class LoopConfig:
         steps: optimizer steps in all.
         lr: peak learning rate, shared by Muon (RMS-matched) and AdamW.
         warmup: steps of linear warm-up.
-        decay: share of the run, at its end, over which the rate falls to a twentieth.
+        cooldown: share of the run, at its end, over which the rate falls to a twentieth.
         weight_decay: of both optimizers, on matrices only.
         seed: of weights, data order and every other draw.
         save_every: steps between resumable checkpoints.
@@ -36,7 +36,7 @@ class LoopConfig:
     steps: int
     lr: float = 2e-3
     warmup: int = 50
-    decay: float = 0.4
+    cooldown: float = 0.4
     weight_decay: float = 0.05
     seed: int = 0
     save_every: int = 100
@@ -45,7 +45,7 @@ class LoopConfig:
     def rate(self, step: int) -> float:
         """The factor on ``lr`` at ``step`` (counted from 0)."""
         rise = min(1.0, (step + 1) / max(1, self.warmup))
-        left = (self.steps - step) / max(1.0, self.decay * self.steps)
+        left = (self.steps - step) / max(1.0, self.cooldown * self.steps)
         return rise * max(0.05, min(1.0, left))
 
 
