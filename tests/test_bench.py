@@ -4,6 +4,7 @@ import csv
 import json
 import re
 import xml.dom.minidom
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ from vllm_crossspec.cli import measure, report, rows
 from vllm_crossspec.cli.bench import parse_engine_args
 from vllm_crossspec.cli.measure import Measurement, Pass, schedule
 from vllm_crossspec.cli.prompts import read_prompts
-from vllm_crossspec.cli.runner import Job
+from vllm_crossspec.cli.runner import Job, Prompt
 from vllm_crossspec.engine.jobs import client, offline
 
 POCKET = Path(vllm_crossspec.__file__).parent / "pocket"
@@ -217,7 +218,7 @@ def test_engines_follow_the_plan(play, tmp_path, crossspec, monkeypatch, keep):
     arguments = ["bench", "--model", "m", "--spec", spec, "--repeats", 2, "--batch-sizes", "2,1", how, "--json", out]
     code, _, err = crossspec(*arguments, "--limit", 1)
     assert code == 0
-    timed, shares = ('{"batch_size": %d, "warm_up": true}', '{"batch_size": %d, "shares": true}')
+    timed, shares = ('{"batch_size": %d, "warm_up": true, "waves": null}', '{"batch_size": %d, "shares": true}')
     noted = (tmp_path / "notes").read_text().splitlines()
     if keep:
         turns = [f"{name} {timed % size}" for _ in range(2) for size in (1, 2) for name in ("plain", "a")]
@@ -486,6 +487,14 @@ def test_reports_say_what_was_measured(play, tmp_path, crossspec, monkeypatch):
     assert "they say nothing of a GPU" in page.text
 
 
+def test_small_batches_answer_fewer_prompts_where_they_are_told_to():
+    prompts = [Prompt(category=kind, turns=("a",), where=f"{kind}{i}") for kind in "xy" for i in range(5)]
+    job = Job(method="m", engine={}, sampling={}, prompts=prompts, waves=2)
+    assert [prompt.where for prompt in job.at(1)] == ["x0", "x1", "y0", "y1"]
+    assert [len(job.at(size)) for size in (2, 3, 64)] == [8, 10, 10]
+    assert replace(job, waves=None).at(1) == prompts
+
+
 # ---- engines
 
 
@@ -510,7 +519,7 @@ def test_methods_of_vllm_and_ours_are_measured_alike(tmp_path):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(lines(*({"prompt": json.loads(text)["prompt"]} for text in texts)))
     cache = ("--engine-args", json.dumps({"kv_cache_memory_bytes": 128 << 20}))
-    small = "--dtype float32 --max-tokens 10 --ignore-eos --batch-sizes 1,2 --repeats 2 --keep-engines"
+    small = "--dtype float32 --max-tokens 10 --ignore-eos --batch-sizes 1,2 --waves 2 --repeats 2 --keep-engines"
     run_command(
         "bench", "--model", POCKET / "target", *files, *small.split(), "--prompts", prompts, "--json", out, *cache
     )
@@ -518,7 +527,9 @@ def test_methods_of_vllm_and_ours_are_measured_alike(tmp_path):
     found = {(r["method"], r["batch_size"]): r for r in document["rows"] if r["category"] == "all"}
     assert [*found] == [(name, size) for size in (1, 2) for name in ("plain", *specs)]
     for (name, size), row in found.items():
-        assert row["identical_to_plain"] is True and row["num_tokens"] == 30 and row["repeats"] == 2
+        assert (
+            row["identical_to_plain"] is True and row["num_tokens"] == (20 if size == 1 else 30) and row["repeats"] == 2
+        )
         low, high = row["tokens_per_second_range"]
         assert 0 < low <= row["tokens_per_second"] <= high
         for what in ("ttft", "tpot", "itl"):

@@ -41,6 +41,14 @@ EngineArgs = Annotated[
     str | None,
     Option(help='JSON of further arguments of vLLM\'s engine, over ours: {"max_num_batched_tokens": 4096}.'),
 ]
+Waves = Annotated[
+    int | None,
+    Option(
+        min=1,
+        help="Answer at most so many times the batch size of a category's prompts, so that small batches of a sweep do "
+        "not take hours. Default: all.",
+    ),
+]
 KeepEngines = Annotated[
     bool | None,
     Option(
@@ -103,6 +111,7 @@ def bench(
     seed: Annotated[int, Option(help="Seed of sampling; each prompt adds its number.")] = 0,
     ignore_eos: Annotated[bool, Option("--ignore-eos", help="Always generate --max-tokens.")] = False,
     batch_sizes: BatchSizes = "8",
+    waves: Waves = None,
     repeats: Annotated[int, Option(min=1, help="How often each method answers all prompts, in turns.")] = 1,
     keep_engines: KeepEngines = None,
     baseline: Annotated[bool, Option(help="Run plain generation, too, and compare with it.")] = True,
@@ -157,6 +166,7 @@ def bench(
             sampling=sampling,
             prompts=chosen,
             chat=engine.chat,
+            waves=waves,
         )
         for name, config in configs.items()
     ]
@@ -168,6 +178,7 @@ def bench(
         "dtype": engine.dtype,
         "batch_sizes": sizes,
         "repeats": repeats,
+        "waves": waves,
         "sampling": sampling,
     }
     about |= {

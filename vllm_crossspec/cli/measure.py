@@ -124,7 +124,7 @@ class _Board:
     def begin(self, number: int, job: Job, num_starts: int) -> None:
         """The pass is next, and so many engines will have to be started after its own."""
         one = self._plan[number]
-        most = sum(len(prompt.turns) for prompt in job.prompts) * job.sampling["max_tokens"]
+        most = sum(len(prompt.turns) for prompt in job.at(one.batch_size)) * job.sampling["max_tokens"]
         left = remaining(self._plan[number:], self._found, num_starts)
         about = "" if left is None else f", about {clock(left)} left"
         self._label = f"{describe(one)} ({number + 1} of {len(self._plan)}{about})"

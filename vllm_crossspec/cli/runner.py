@@ -39,6 +39,7 @@ class Job:
         sampling: keyword arguments of vLLM's SamplingParams.
         prompts: in the order of the table's categories.
         chat: whether to wrap prompts in the model's chat template; None where it has one.
+        waves: at most so many times the batch size are answered of a category's prompts; None for all of them.
     """
 
     method: str
@@ -46,6 +47,12 @@ class Job:
     sampling: Mapping[str, Any]
     prompts: Sequence[Prompt]
     chat: bool | None = None
+    waves: int | None = None
+
+    def at(self, batch_size: int) -> list[Prompt]:
+        """The prompts that are answered at a batch size."""
+        most = None if self.waves is None else self.waves * batch_size
+        return [prompt for group in by_category(self.prompts).values() for prompt in group[:most]]
 
     def as_message(self) -> dict[str, Any]:
         """What the engine process reads: prompts grouped by category, each group one batch."""
@@ -118,12 +125,12 @@ class Engine:
         self.environment = next((fields for kind, fields in self._until("ready") if kind == "ready"), {})
 
     def run(self, batch_size: int, repeat: int) -> Run:
-        """Answer all prompts, at most so many at a time, after a warm-up that does not count.
+        """Answer the prompts, at most so many at a time, after a warm-up that does not count.
 
         Raises:
             EngineError: the process ended before it was through.
         """
-        heard = self._order({"batch_size": batch_size, "warm_up": True})
+        heard = self._order({"batch_size": batch_size, "warm_up": True, "waves": self._job.waves})
         groups = {fields.pop("category"): fields for kind, fields in heard if kind == "group"}
         _require_all(self._job, groups)
         return Run(

@@ -96,7 +96,8 @@ class Measured:
     """An engine that answers the job's prompts as it is ordered to.
 
     An order has ``batch_size``, the most requests at a time, and may have ``warm_up`` (answer the first prompts before,
-    which counts nowhere) and ``shares`` (tell what of a round is whose, over some of the prompts).
+    which counts nowhere), ``waves`` (answer at most so many times the batch size of each category's prompts) and
+    ``shares`` (tell what of a round is whose, over some of the prompts).
 
     Args:
         llm: vLLM's LLM.
@@ -124,10 +125,11 @@ class Measured:
             self._answer(self._some(max(batch_size, SHARES_PROMPTS)), batch_size)
             self._emit("shares", shares=self._llm.collective_rpc("crossspec_end_shares")[0])
             return
+        most = waves * batch_size if (waves := order.get("waves")) else None
         for group in self._job["groups"]:
             before, routes = _device_rows(self._llm), _routes(self._llm)
             started = time.perf_counter()
-            answers = self._answer(group["prompts"], batch_size)
+            answers = self._answer(group["prompts"][:most], batch_size)
             seconds = time.perf_counter() - started
             generations = [generation for generation, _ in answers]
             self._emit(
