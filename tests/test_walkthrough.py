@@ -88,6 +88,9 @@ ELSEWHERE = {
     "make lint": ".ci/run",
     "make test": ".ci/run",
     "python benchmarks/dart_offline.py --responses work/responses": "tests/test_dart_offline.py::test_the_script",
+    "python benchmarks/lookup_offline.py --responses work/responses --share": "tests/test_lookup_offline.py"
+    "::test_the_script",
+    "python benchmarks/lookup_offline.py --responses work/responses": "tests/test_lookup_offline.py::test_the_script",
     "python benchmarks/figures.py": "tests/test_docs.py::test_pictures_are_small_and_say_what_the_table_says",
     "python benchmarks/ngram_lookup.py": "tests/test_ngram_files.py::test_the_benchmark_runs",
     "python benchmarks/random_kernels.py": "tests/test_random_kernels.py",
@@ -114,6 +117,7 @@ NOWHERE = {
     "for *": "the head of a loop of bash",
     "git clone *": NETWORK,
     "make venv": f"{NETWORK}, and is what `make test` does first",
+    "pip install --no-deps arctic-inference": NETWORK,
     "pip install .[[]cuda]": NETWORK,
     "python benchmarks/campaign.py *": GPU,
     "python benchmarks/cpu_kernels.py": HOURS,
