@@ -4,8 +4,8 @@
     python benchmarks/lookup_offline.py --responses work/responses --share --json work/lookup.json
 
 A greedy response is the target's own path: whatever a draft has of it would be accepted. Each drafter goes through
-every response round by round, with the text that it would have seen: the prompt, what was accepted, and with ``--share``
-the responses before this one, in the order of the files. Ours are the plain loops that the kernels are tested against;
+every response round by round, with the text that it would have seen: the prompt, what was accepted, and with
+``--share`` the responses before this one, in the order of the files. Ours are the plain loops that the kernels are tested against;
 vLLM's is the search of its ``ngram``; SuffixDecoding's is Arctic Inference's own code where that package is installed
 (``pip install --no-deps arctic-inference``), as vLLM's ``suffix`` sets it (a chain of up to 24, no longer than the
 match, of tokens above 0.1) and as a tree without these limits. Intervals are 95 %, from drawing other responses
@@ -204,6 +204,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--json", type=Path, default=None, help="write the figures there")
     given = parser.parse_args(arguments)
     options.check_file("--json", given.json)
+    if not list(given.responses.glob(f"{given.split}-*.jsonl.gz")):
+        raise ValueError(f"--responses {given.responses}: no {given.split}-*.jsonl.gz; see `crossspec train generate`")
     rows = [row for row in read_generations(given.responses, given.split, 1 << 31) if row.greedy][: given.rows]
     if not rows:
         raise ValueError(f"--responses {given.responses}: no greedy response in {given.split}-*.jsonl.gz")
