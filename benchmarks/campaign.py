@@ -352,17 +352,67 @@ def tables(campaign: Campaign, options: argparse.Namespace) -> str:
             lines += ["| method | " + " | ".join(f"batch {size}" for size in sizes) + " | identical |"]
             lines += ["|---" * (len(sizes) + 2) + "|"]
             for name in dict.fromkeys(name for name, _ in rows):
-                own = {row["batch_size"]: row for other, row in rows if other == name}
-                cells = [
-                    f"{own[n]['tokens_per_second']:.0f} ({own[n]['speedup']:.2f}x)" if n in own else "" for n in sizes
-                ]
-                same = all(row["identical_to_plain"] is not False for row in own.values())
-                lines.append(f"| {name} | " + " | ".join(cells) + f" | {'yes' if same else 'no'} |")
+                # Plain runs in every group: its first one is shown, and a speedup is beside its own group's.
+                own = {row["batch_size"]: row for other, row in reversed(rows) if other == name}
+                lines.append(
+                    f"| {name} | " + " | ".join(_speed(own.get(size)) for size in sizes) + f" | {_same(own)} |"
+                )
+    for shape in (options.large, options.small):
+        lines += _round_times(campaign.out / f"rounds-{shape}.json", shape)
+    lines += _bfloat16(campaign.out)
     lines += ["", "## Steps", "", "| step | how it went | seconds |", "|---|---|---|"]
     for name, state in campaign.state.items():
         why = f": {state['why']}" if state["why"] else ""
         lines.append(f"| {name} | {state['status']}{why} | {state.get('seconds', 0.0):.0f} |")
     return "\n".join(lines) + "\n"
+
+
+def _speed(row: dict[str, Any] | None) -> str:
+    if row is None:
+        return ""
+    speedup = "" if row["method"] == PLAIN else f" ({row['speedup']:.2f}x)"
+    return f"{row['tokens_per_second']:.0f}{speedup}"
+
+
+def _same(rows: dict[int, dict[str, Any]]) -> str:
+    """Whether every text is plain's; nothing for plain's own."""
+    if any(row["method"] == PLAIN for row in rows.values()):
+        return ""
+    return "no" if any(row["identical_to_plain"] is False for row in rows.values()) else "yes"
+
+
+def _round_times(file: Path, shape: str) -> list[str]:
+    """Medians of a round on the GPU's clock, with what the target and the drafter take of it."""
+    if not file.is_file():
+        return []
+    rows = json.loads(file.read_text())["rows"]
+    sizes = sorted({row["batch_size"] for row in rows})
+    lines = ["", f"## {shape}, random weights: ms a round (target, draft)", ""]
+    lines += ["| method | " + " | ".join(f"batch {size}" for size in sizes) + " |", "|---" * (len(sizes) + 1) + "|"]
+    found: dict[str, dict[int, str]] = {}
+    for row in rows:
+        times = row["device_ms"] or {}
+        if times:
+            whole, target, draft = (times[part]["median"] for part in ("round", "target", "draft"))
+            found.setdefault(row["method"], {})[row["batch_size"]] = f"{whole:.2f} ({target:.2f}, {draft:.2f})"
+    return lines + [
+        f"| {name} | " + " | ".join(own.get(size, "") for size in sizes) + " |" for name, own in found.items()
+    ]
+
+
+def _bfloat16(out: Path) -> list[str]:
+    """Whether texts in bfloat16 are plain's, where vLLM's products depend on the batch and where they do not."""
+    files = {how: out / f"bfloat16{how}.json" for how in ("", "-invariant")}
+    found = {how: json.loads(file.read_text())["rows"] for how, file in files.items() if file.is_file()}
+    if not found:
+        return []
+    lines = ["", "## bfloat16, batch 8: texts beside plain's", "", "| method | batch-invariant | identical |"]
+    lines.append("|---|---|---|")
+    for how, rows in found.items():
+        for row in rows:
+            if row["category"] == "all" and row["method"] != PLAIN:
+                lines.append(f"| {row['method']} | {'yes' if how else 'no'} | {_same({0: row})} |")
+    return lines
 
 
 def _bench_rows(out: Path, shape: str, numbers: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -371,7 +421,7 @@ def _bench_rows(out: Path, shape: str, numbers: Sequence[str]) -> Iterator[tuple
         file = out / f"bench-{shape}-{number}.json"
         if file.is_file():
             for row in json.loads(file.read_text())["rows"]:
-                if row["category"] == "all" and row["method"] != PLAIN:
+                if row["category"] == "all":
                     yield row["method"], row
 
 

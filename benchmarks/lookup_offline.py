@@ -5,11 +5,11 @@
 
 A greedy response is the target's own path: whatever a draft has of it would be accepted. Each drafter goes through
 every response round by round, with the text that it would have seen: the prompt, what was accepted, and with
-``--share`` the responses before this one, in the order of the files. Ours are the plain loops that the kernels are tested against;
-vLLM's is the search of its ``ngram``; SuffixDecoding's is Arctic Inference's own code where that package is installed
-(``pip install --no-deps arctic-inference``), as vLLM's ``suffix`` sets it (a chain of up to 24, no longer than the
-match, of tokens above 0.1) and as a tree without these limits. Intervals are 95 %, from drawing other responses
-(bootstrap). Needs no GPU.
+``--share`` the responses before this one, in the order of the files. Ours are the plain loops that the kernels are
+tested against; vLLM's is the search of its ``ngram``; SuffixDecoding's is Arctic Inference's own code where that
+package is installed (``pip install --no-deps arctic-inference``), as vLLM's ``suffix`` sets it (a chain of up to 24,
+no longer than the match, of tokens above 0.1) and as a tree without these limits. Intervals are 95 %, from drawing
+other responses (bootstrap). Needs no GPU.
 """
 
 import argparse

@@ -141,19 +141,28 @@ def test_the_page_has_a_row_for_each_method_and_step(tmp_path):
     options = module.arguments(["--out", str(tmp_path)])
     rows = [
         {
-            "method": "eagle3",
+            "method": method,
             "category": "all",
             "batch_size": n,
             "tokens_per_second": 100.0 * n,
             "speedup": 2.5,
-            "identical_to_plain": True,
+            "identical_to_plain": method == "plain" or n == 1,
         }
+        for method in ("plain", "eagle3")
         for n in (1, 8)
     ]
+    later = [{**row, "tokens_per_second": 7.0, "method": row["method"].replace("eagle3", "dart")} for row in rows]
+    times = {part: {"median": value} for part, value in (("round", 12.0), ("target", 7.0), ("draft", 4.5))}
+    rounds = [{"method": "eagle3", "batch_size": n, "device_ms": times if n == 1 else None} for n in (1, 8)]
     campaign = Campaign(tmp_path, 40)
-    campaign.run([Step("bench-8b-1", writing({"rows": rows})), Step("kernels", command("raise SystemExit(1)"))])
+    documents = {"bench-8b-1": rows, "bench-8b-2": later, "rounds-8b": rounds, "bfloat16-invariant": rows[2:3]}
+    steps = [Step(name, writing({"rows": found})) for name, found in documents.items()]
+    campaign.run([*steps, Step("kernels", command("raise SystemExit(1)"))])
     page = module.tables(campaign, options)
-    assert "| eagle3 | 100 (2.50x) | 800 (2.50x) | yes |" in page
+    assert "| plain | 100 | 800 |  |" in page, "of the first group"
+    assert "| eagle3 | 100 (2.50x) | 800 (2.50x) | no |" in page and "| dart | 7 (2.50x) | 7 (2.50x) | no |" in page
+    assert "## 8b, random weights" in page and "| eagle3 | 12.00 (7.00, 4.50) |  |" in page
+    assert "| eagle3 | yes | yes |" in page, "in bfloat16"
     assert "| kernels | failed: exit code 1: no output |" in page
 
 
