@@ -115,15 +115,13 @@ class Arctic:
             "min_token_prob": least_prob,
             "use_tree_spec": is_tree,
         }
-        self._number, self._seen = 0, 0
+        self._number, self._prompt, self._seen = 0, 0, 0
 
     def draft(self, text: list[int]) -> Paths:
         if not self._seen:
-            # The prompt is all but the first token of the response.
+            self._prompt = self._seen = len(text) - 1  # the first token of the response is there already
             self._cache.start_request(self._number, np.array(text[:-1], dtype=np.int32))
-            self._seen = len(text) - 1
-        self._cache.add_active_response(self._number, np.array(text[self._seen :], dtype=np.int32))
-        self._seen = len(text)
+        self._add(text[self._seen :])
         found = self._cache.speculate(self._number, np.array(text[-24:], dtype=np.int32), **self._how)
         paths: list[tuple[int, ...]] = []
         for token, parent in zip(found.token_ids, found.parents, strict=True):
@@ -131,10 +129,15 @@ class Arctic:
         return paths
 
     def end(self, response: list[int]) -> None:
-        """The next response is another request's."""
+        """The next response is another request's, and may be drafted from this one where they are shared."""
         if self._seen:
+            self._add(response[self._seen - self._prompt :])
             self._cache.stop_request(self._number)
         self._number, self._seen = self._number + 1, 0
+
+    def _add(self, tokens: list[int]) -> None:
+        self._cache.add_active_response(self._number, np.array(tokens, dtype=np.int32))
+        self._seen += len(tokens)
 
 
 class Walk(NamedTuple):
