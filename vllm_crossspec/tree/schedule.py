@@ -174,14 +174,17 @@ class LiveSchedule:
         return measured * math.exp(self._drift[width, _bucket(batch)].towards(0.0)) / self.tokens(width)
 
     def _best(self, batch: int, bucket: int) -> int:
-        """The cheapest width; another than the last one only where it is better by a margin."""
+        """The cheapest width; another than the last one only where it is better by a margin.
+
+        The margin is wide for one that was not seen with as many requests: its tokens are a guess. None has no guess.
+        """
         current = self._current.get(bucket, 0)
         costs = {width: self.seconds_per_token(width, batch) for width in self._widths}
         for width in costs:
             if width:
                 costs[width] *= PLAIN_MARGIN
             if width != current:
-                costs[width] *= 1.02 if self._drift[width, bucket].weight else 1.1
+                costs[width] *= 1.1 if width and not self._drift[width, bucket].weight else 1.02
         return min(costs, key=costs.__getitem__)
 
     def _to_probe(self, batch: int, bucket: int) -> int:
