@@ -35,9 +35,9 @@ from vllm_crossspec.drafters.confu.checkpoint import check_target
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.training.blocks import rotate
 from vllm_crossspec.training.confu import ConfuConfig, ConfuDrafter
-from vllm_crossspec.training.eagle3 import Eagle3Config, Eagle3Drafter
+from vllm_crossspec.training.eagle3 import Eagle3Config, Eagle3Drafter, read_start
 from vllm_crossspec.training.generations import Generation, collate, read_generations
-from vllm_crossspec.training.start import load_start, read_start
+from vllm_crossspec.training.start import load_start
 from vllm_crossspec.training.states import FrozenTarget, load_target
 from vllm_crossspec.tree.torch_ops import DynamicTree
 from vllm_crossspec.types import TargetFacts
@@ -108,9 +108,9 @@ def load_confu(folder: Path, target_folder: Path, target: FrozenTarget) -> Confu
 
 def load_control(folder: Path, target: FrozenTarget) -> Eagle3Drafter:
     """An EAGLE-3 drafter as `crossspec train eagle3` writes it, in float32."""
-    start = read_start(folder, target.config, key="--control")
-    sizes = Eagle3Config(intermediate_size=start.intermediate_size, draft_vocab_size=len(start.kept))
-    model = Eagle3Drafter(sizes, target.config, start.kept, seed=0)
+    start, kept = read_start(folder, target.config, key="--control")
+    sizes = Eagle3Config(intermediate_size=start.intermediate_size, draft_vocab_size=len(kept))
+    model = Eagle3Drafter(sizes, target.config, kept, seed=0)
     load_start(model, start)
     return model.eval()
 

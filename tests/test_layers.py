@@ -183,7 +183,6 @@ NAMED_KINDS = {
     "training/dart.py": ("dart",),
     "training/dflash.py": ("dflash",),
     "training/eagle3.py": ("eagle3",),
-    "training/start.py": ("eagle3",),  # what a drafter of another kind may be trained on from
 }
 
 

@@ -60,6 +60,10 @@ class Trainer(NamedTuple):
         return grouped(command)
 
 
+EAGLE3_START = "an EAGLE-3 drafter that `crossspec train eagle3` made"
+DFLASH_START = "a DFlash drafter that `crossspec train dflash` made"
+
+
 class Eagle3Recipe(NamedTuple):
     """Train an EAGLE-3 drafter (one layer, SafeAILab's format) by training-time test; the defaults are the pocket one.
 
@@ -81,16 +85,20 @@ class Eagle3Recipe(NamedTuple):
     bfloat16: shared.Bfloat16 = True
 
 
+def _given(recipe: Any) -> dict[str, Any]:
+    """The options that were given; what an option is otherwise, the config or ``--start`` says."""
+    return {name: value for name, value in recipe._asdict().items() if value is not None}
+
+
 def _eagle3_settings(recipe: Eagle3Recipe) -> dict[str, Any]:
-    given = {name: value for name, value in recipe._asdict().items() if value is not None}
     if recipe.start is None:
-        return given
-    shared.check_start(recipe.start)
+        return _given(recipe)
+    shared.check_start(recipe.start, EAGLE3_START)
     kept = {"--draft-vocab": recipe.draft_vocab_size, "--intermediate-size": recipe.intermediate_size}
     for option, value in kept.items():
         if value is not None:
             raise ValueError(f"{option} {value}: a drafter that goes on from --start keeps its own; leave it out")
-    return {**given, "start": str(recipe.start.resolve())}
+    return {**_given(recipe), "start": str(recipe.start.resolve())}
 
 
 EAGLE3 = Trainer(
@@ -140,7 +148,7 @@ class ConfuRecipe(NamedTuple):
 
 
 def _confu_settings(recipe: ConfuRecipe) -> dict[str, Any]:
-    shared.check_start(recipe.start)
+    shared.check_start(recipe.start, EAGLE3_START)
     top, experts = recipe.top_experts, recipe.num_experts
     if top > experts:
         raise ValueError(f"--top-experts {top} must be at most --experts {experts}, of which they are chosen")
@@ -156,10 +164,19 @@ class DFlashRecipe(NamedTuple):
     Prints and stores (`acceptance.json`) the tokens a round on the held-out responses.
     """
 
-    num_layers: Annotated[int, Option("--layers", min=1, help="Layers of the drafter.")] = 2
-    intermediate_size: Annotated[int, Option(min=1, help="Width of its MLPs.")] = 1024
-    block_size: Annotated[int, Option(min=2, help="The last token and block-size - 1 drafts.")] = 8
-    num_target_layers: Annotated[int, Option("--target-layers", min=1, help="Layers of the target that it reads.")] = 5
+    start: Annotated[Path | None, Option(help="Folder of a trained DFlash drafter to go on from, instead of anew.")] = (
+        None
+    )
+    num_layers: Annotated[
+        int | None, Option("--layers", min=1, help="Layers of the drafter; 2, or --start's, and at least so many.")
+    ] = None
+    intermediate_size: Annotated[int | None, Option(min=1, help="Width of its MLPs; 1024, or --start's.")] = None
+    block_size: Annotated[
+        int | None, Option(min=2, help="The last token and block-size - 1 drafts; 8, or --start's, or any other.")
+    ] = None
+    num_target_layers: Annotated[
+        int | None, Option("--target-layers", min=1, help="Layers of the target that it reads; 5, or --start's.")
+    ] = None
     decay: Annotated[float, Option(min=0.1, help="Draft i weighs exp(-(i - 1) / decay) in the loss.")] = 4.0
     teacher_temperature: shared.Teacher = 1.0
     rows_per_step: shared.Rows = 16
@@ -167,7 +184,20 @@ class DFlashRecipe(NamedTuple):
     bfloat16: shared.Bfloat16 = True
 
 
-DFLASH = Trainer(DFlashRecipe, "vllm_crossspec.training.dflash", "DFlashConfig", "train_dflash", 3000, 2e-3)
+def _dflash_settings(recipe: DFlashRecipe) -> dict[str, Any]:
+    if recipe.start is None:
+        return _given(recipe)
+    found = shared.check_start(recipe.start, DFLASH_START)
+    taps = (found.get("dflash_config") or {}).get("target_layer_ids") or ()
+    own = {"num_layers": found.get("num_hidden_layers"), "num_target_layers": len(taps)}
+    own |= {name: found.get(name) for name in ("intermediate_size", "block_size")}
+    started = {name: value for name, value in own.items() if value}
+    return {**started, **_given(recipe), "start": str(recipe.start.resolve())}
+
+
+DFLASH = Trainer(
+    DFlashRecipe, "vllm_crossspec.training.dflash", "DFlashConfig", "train_dflash", 3000, 2e-3, _dflash_settings
+)
 
 
 class DartRecipe(NamedTuple):

@@ -1,8 +1,9 @@
 """What the commands of `crossspec train` share: their options, and the checks before anything heavy is imported."""
 
 import importlib.util
+import json
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from typer import Option
 
@@ -83,11 +84,23 @@ def check_model_folder(target: Path) -> None:
         raise ValueError(f"--target {target} has no config.json; give a Hugging Face model folder")
 
 
-def check_start(start: Path) -> None:
-    """See that ``--start`` is a folder of a drafter, before anything heavy is imported."""
-    check_folder("--start", start, "give an EAGLE-3 drafter that `crossspec train eagle3` made")
-    if not (start / "config.json").is_file():
-        inner = f"; its drafter is in {start / 'model'}" if (start / "model" / "config.json").is_file() else ""
-        raise ValueError(
-            f"--start {start} has no config.json{inner or '; give the folder of a trained EAGLE-3 drafter'}"
-        )
+def check_start(start: Path, made: str) -> dict[str, Any]:
+    """The ``config.json`` of ``--start``, a folder of a drafter, before anything heavy is imported.
+
+    Args:
+        made: what such a folder is, for messages.
+
+    Raises:
+        ValueError: it has none.
+    """
+    check_folder("--start", start, f"give {made}")
+    file = start / "config.json"
+    if not file.is_file():
+        has_inner = (start / "model" / "config.json").is_file()
+        remedy = f"its drafter is in {start / 'model'}" if has_inner else f"give {made}"
+        raise ValueError(f"--start {start} has no config.json; {remedy}")
+    try:
+        settings: dict[str, Any] = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--start {start}: its config.json is not valid JSON ({error}); give {made}") from None
+    return settings

@@ -29,10 +29,10 @@ from vllm_crossspec.drafters.identity import Identity, identify
 from vllm_crossspec.training import eagle3
 from vllm_crossspec.training.blocks import rotate, write_drafter
 from vllm_crossspec.training.drafter_run import Run, Trainee, train_drafter
-from vllm_crossspec.training.eagle3 import Eagle3Config, Eagle3Drafter, unrolled_loss
+from vllm_crossspec.training.eagle3 import Eagle3Config, Eagle3Drafter, read_start, unrolled_loss
 from vllm_crossspec.training.generations import Batch, at, read_generations, sample_anchors
 from vllm_crossspec.training.loop import LoopConfig
-from vllm_crossspec.training.start import load_start, read_start
+from vllm_crossspec.training.start import load_start
 from vllm_crossspec.training.states import FrozenTarget, States, load_target, target_settings
 
 Cache = list[tuple[torch.Tensor, torch.Tensor]]
@@ -412,8 +412,8 @@ def train_confu(
     _check_attends_to_all(settings)
     if not config.start:
         raise ValueError("--start is missing; give an EAGLE-3 drafter that `crossspec train eagle3` made")
-    start = read_start(Path(config.start), settings)
-    config = replace(config, intermediate_size=start.intermediate_size, draft_vocab_size=len(start.kept))
+    start, kept = read_start(Path(config.start), settings)
+    config = replace(config, intermediate_size=start.intermediate_size, draft_vocab_size=len(kept))
     rows = read_generations(data, "train", settings.vocab_size)
     text = torch.tensor(rows[0].prompt_ids + rows[0].response_ids, device=place)
     if len(text) < config.num_soft_prompts:
@@ -426,7 +426,7 @@ def train_confu(
     if place.type == "cuda":
         causal_lm.set_attn_implementation("flex_attention")
     target = FrozenTarget(causal_lm, default_target_layers(settings.num_hidden_layers), config.bfloat16)
-    model = ConfuDrafter(config, settings, start.kept, loop.seed).to(place)
+    model = ConfuDrafter(config, settings, kept, loop.seed).to(place)
     load_start(model, start)
     model.set_up(target, text, loop.seed)
     trainee = Trainee(

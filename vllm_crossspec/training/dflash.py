@@ -17,8 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import AutoTokenizer
 
 from vllm_crossspec.devices import choose_device
+from vllm_crossspec.drafters.checkpoint import require
 from vllm_crossspec.training import blocks
 from vllm_crossspec.training.blocks import Attention, Drafter, RMSNorm, Shape, draft_attention, write_drafter
 from vllm_crossspec.training.data import MASK
@@ -26,7 +28,8 @@ from vllm_crossspec.training.drafter_run import Recipe, Run, Trainee, train_draf
 from vllm_crossspec.training.generations import Batch, read_generations, sample_anchors
 from vllm_crossspec.training.loop import LoopConfig
 from vllm_crossspec.training.losses import block_loss, drafted_places
-from vllm_crossspec.training.states import FrozenTarget, States, load_target
+from vllm_crossspec.training.start import Start, check_names, load_start, read_drafter
+from vllm_crossspec.training.states import FrozenTarget, States, load_target, target_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,8 @@ class DFlashConfig(Recipe):
         num_target_layers: how many layers of the target are tapped, spread evenly as z-lab does.
         decay: draft i (from 1) weighs ``exp(-(i - 1) / decay)``; z-lab takes 7, 5, 4 for blocks of 16, 10, 8.
         anchors_per_row: blocks of one response in one optimizer step.
+        start: folder of a trained drafter to go on from, as wide, with the same taps and at most as many layers; "" for
+            none. No weight depends on the block size, which may be another.
     """
 
     num_layers: int = 2
@@ -46,6 +51,7 @@ class DFlashConfig(Recipe):
     num_target_layers: int = 5
     decay: float = 4.0
     anchors_per_row: int = 24
+    start: str = ""
 
 
 class _Layer(nn.Module):
@@ -174,21 +180,89 @@ def drafts(
     return F.linear(model(target.states(batch.tokens), block, anchors), target.head).argmax(-1)
 
 
+def read_start(config: DFlashConfig, target: Any, mask_id: int) -> Start:
+    """Read the drafter in ``config.start``, which one of ``config``'s shape is to go on from.
+
+    Args:
+        target: configuration of the target (transformers).
+        mask_id: the target's token that stands for "to be drafted".
+
+    Raises:
+        ValueError: one sentence naming the option and the fix: no DFlash drafter of this target, or of another shape.
+    """
+    made = "a DFlash drafter that `crossspec train dflash` made"
+    start = read_drafter(Path(config.start), target, "dflash", made)
+    sliding = sorted(set(start.settings.get("layer_types") or ()) - {"full_attention"})
+    if sliding:
+        raise ValueError(f"{start.name} has layers of {sliding[0]}; {start.remedy}")
+    if start.facts.mask_token_id != mask_id:
+        mask = f"token {start.facts.mask_token_id} as its mask"
+        raise ValueError(f"{start.name} has {mask}, but the target's {MASK} is {mask_id}; {start.remedy}")
+    ids = target_layer_ids(target.num_hidden_layers, config.num_target_layers)
+    taps = [i - 1 for i in start.facts.target_layers]  # as config.json counts: one lower than vLLM
+    inner, layers = start.intermediate_size, num_layers(start)
+    if taps != ids:
+        what = f"--target-layers {config.num_target_layers} reads {ids} of the target, but {start.name} {taps}"
+        raise ValueError(f"{what}; give as many as it reads, or another drafter")
+    if config.intermediate_size != inner:
+        what = f"--intermediate-size {config.intermediate_size}: {start.name} has {inner}"
+        raise ValueError(f"{what}, which stays; leave the option out")
+    if config.num_layers < layers:
+        raise ValueError(
+            f"--layers {config.num_layers}: {start.name} has {layers}, which all stay; give as many or more"
+        )
+    return start
+
+
+def num_layers(start: Start) -> int:
+    """Layers of a drafter to go on from."""
+    return int(require(start.settings, "num_hidden_layers", start.name))
+
+
+@torch.no_grad()
+def begin_as(model: DFlashDrafter, start: Start) -> None:
+    """Give ``model`` the weights of ``start``, and further layers that add nothing to what these compute.
+
+    Their attention and MLP begin as any others, but for the two projections into the residual stream, which are zero:
+    these learn from the first step on, and what lies before them from the second.
+
+    Raises:
+        ValueError: one sentence: ``start`` lacks a weight, or has one too many or of another shape.
+    """
+    further = tuple(f"layers.{i}." for i in range(num_layers(start), len(model.layers)))
+    check_names(start, {name for name in model.state_dict() if not name.startswith(further)})
+    load_start(model, start)
+    for name, parameter in model.named_parameters():
+        if name.startswith(further) and name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.zero_()
+
+
 def train_dflash(
     data: Path, target_folder: Path, out: Path, config: DFlashConfig, loop: LoopConfig, device: str = "cpu"
 ) -> dict[str, float]:
-    """Train on the generations in ``data`` and write ``out/model``; see :func:`drafter_run.train_drafter`."""
+    """Train on the generations in ``data`` and write ``out/model``; see :func:`drafter_run.train_drafter`.
+
+    Args:
+        device: ``cpu``, ``cuda`` or ``auto``.
+
+    Raises:
+        ValueError: one sentence that names the option and the fix.
+    """
     place = choose_device(device)
-    causal_lm, tokenizer = load_target(target_folder, torch.float32, place)
-    settings = causal_lm.config
-    mask_id = tokenizer.get_vocab().get(MASK)
+    settings = target_settings(target_folder)
+    mask_id = AutoTokenizer.from_pretrained(target_folder).get_vocab().get(MASK)
     if mask_id is None:
         raise ValueError(f"--target {target_folder}: its tokenizer has no {MASK} token, which DFlash needs")
     if config.block_size < 2:
         raise ValueError(f"--block-size {config.block_size} must be at least 2: an anchor and one mask")
     ids = target_layer_ids(settings.num_hidden_layers, config.num_target_layers)
+    start = read_start(config, settings, mask_id) if config.start else None
+    model = DFlashDrafter(config, settings, loop.seed)
+    if start is not None:
+        begin_as(model, start)
+    causal_lm, _ = load_target(target_folder, torch.float32, place)
     target = FrozenTarget(causal_lm, [i + 1 for i in ids], config.bfloat16)
-    model = DFlashDrafter(config, settings, loop.seed).to(place)
+    model.to(place)
     trainee = Trainee(
         "dflash",
         model,

@@ -24,8 +24,20 @@ from vllm_crossspec.training.blocks import EntryDrafter, draft_attention, rotate
 from vllm_crossspec.training.drafter_run import Recipe, Run, Trainee, train_drafter
 from vllm_crossspec.training.generations import Batch, at, draft_vocabulary, read_generations, sample_anchors
 from vllm_crossspec.training.loop import LoopConfig
-from vllm_crossspec.training.start import load_start, read_start
+from vllm_crossspec.training.start import KEY, Start, check_names, load_start, read_drafter
 from vllm_crossspec.training.states import FrozenTarget, States, Teacher, load_target, target_settings
+
+NAMES = frozenset(
+    (
+        "fc.weight",
+        "lm_head.weight",
+        "norm.weight",
+        *(f"midlayer.self_attn.{x}_proj.weight" for x in "qkvo"),
+        *(f"midlayer.mlp.{x}_proj.weight" for x in ("gate", "up", "down")),
+        *(f"midlayer.{x}.weight" for x in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),
+    )
+)
+"""Tensors of a drafter in SafeAILab's format, beside ``d2t`` and ``t2d``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +183,30 @@ def drafts(
     return torch.stack([model.kept[logits.argmax(-1)] for logits in steps], dim=-1)
 
 
+def read_start(folder: Path, target: Any, key: str = KEY) -> tuple[Start, torch.Tensor]:
+    """Read a drafter as :func:`train_eagle3` writes it; see :func:`start.read_drafter`.
+
+    Returns:
+        The drafter, and int64 [draft vocabulary], the target's ids of its tokens, rising.
+
+    Raises:
+        ValueError: one sentence naming ``key`` and what is wrong.
+    """
+    made = "an EAGLE-3 drafter that `crossspec train eagle3` made"
+    start = read_drafter(folder, target, "eagle3", made, key)
+    facts, taps = start.facts, default_target_layers(target.num_hidden_layers)
+    if facts.target_layers != taps:
+        read = list(facts.target_layers)
+        raise ValueError(f"{start.name} reads target layers {read}, not {list(taps)}; {start.remedy}")
+    tensors = {name: x for name, x in start.tensors.items() if name != "t2d"}
+    if "d2t" not in tensors and facts.draft_vocab_size < target.vocab_size:
+        raise ValueError(f"{start.name}: d2t is missing in model.safetensors, which tells its tokens; {start.remedy}")
+    offsets = tensors.pop("d2t", torch.zeros(target.vocab_size, dtype=torch.int64))
+    start = start._replace(tensors=tensors)
+    check_names(start, NAMES)
+    return start, offsets + torch.arange(len(offsets))
+
+
 def train_eagle3(
     data: Path, target_folder: Path, out: Path, config: Eagle3Config, loop: LoopConfig, device: str = "cpu"
 ) -> dict[str, float]:
@@ -184,11 +220,13 @@ def train_eagle3(
     """
     place = choose_device(device)
     settings = target_settings(target_folder)
-    start = read_start(Path(config.start), settings) if config.start else None
-    if start is not None:
-        config = replace(config, intermediate_size=start.intermediate_size, draft_vocab_size=len(start.kept))
+    start = kept = None
+    if config.start:
+        start, kept = read_start(Path(config.start), settings)
+        config = replace(config, intermediate_size=start.intermediate_size, draft_vocab_size=len(kept))
     rows = read_generations(data, "train", settings.vocab_size)
-    kept = draft_vocabulary(rows, config.draft_vocab_size, settings.vocab_size) if start is None else start.kept
+    if kept is None:
+        kept = draft_vocabulary(rows, config.draft_vocab_size, settings.vocab_size)
     causal_lm, _ = load_target(target_folder, torch.float32, place)
     target = FrozenTarget(causal_lm, default_target_layers(settings.num_hidden_layers), config.bfloat16)
     model = Eagle3Drafter(config, settings, kept, loop.seed).to(place)

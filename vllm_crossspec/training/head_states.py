@@ -12,8 +12,7 @@ from vllm_crossspec.drafters.eagle3.checkpoint import read_facts
 from vllm_crossspec.heads.flashhead.build import Progress
 from vllm_crossspec.heads.flashhead.embedding import open_rows, read_target_ids, tensor_files
 from vllm_crossspec.heads.flashhead.states import render
-from vllm_crossspec.training.eagle3 import Eagle3Config, Eagle3Drafter, drafts
-from vllm_crossspec.training.start import NAMES
+from vllm_crossspec.training.eagle3 import NAMES, Eagle3Config, Eagle3Drafter, drafts
 from vllm_crossspec.training.states import FrozenTarget, load_target
 from vllm_crossspec.types import TargetFacts
 

@@ -1,5 +1,6 @@
-"""A trained EAGLE-3 drafter that training goes on from: SafeAILab's format, read back."""
+"""A trained drafter that training goes on from: its folder read back, whichever its kind."""
 
+from collections.abc import Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,83 +8,67 @@ import torch
 from safetensors.torch import load_file
 
 from vllm_crossspec.drafters.checkpoint import check_drafter, read_config, require
-from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.training.blocks import head_dim
-from vllm_crossspec.types import TargetFacts
+from vllm_crossspec.types import DrafterFacts, TargetFacts
 
 KEY = "--start"
-_REMEDY = "give an EAGLE-3 drafter that `crossspec train eagle3` made for this target"
-NAMES = frozenset(
-    (
-        "fc.weight",
-        "lm_head.weight",
-        "norm.weight",
-        *(f"midlayer.self_attn.{x}_proj.weight" for x in "qkvo"),
-        *(f"midlayer.mlp.{x}_proj.weight" for x in ("gate", "up", "down")),
-        *(f"midlayer.{x}.weight" for x in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),
-    )
-)
-"""Tensors of a drafter in SafeAILab's format, beside ``d2t`` and ``t2d``."""
 
 
 class Start(NamedTuple):
     """A trained drafter to go on from.
 
     Attributes:
-        folder: where it was read, for messages.
-        intermediate_size: of its MLP.
-        kept: int64 [draft vocabulary], the target's ids of its tokens, rising.
-        tensors: its weights by name, float32.
+        name: the option that named the folder and where it was read, for messages.
+        remedy: what to give in its place, for messages.
+        settings: its ``config.json``.
+        facts: what they say of the drafter.
+        tensors: its weights by name, float32; token maps as they are.
     """
 
-    folder: Path
-    intermediate_size: int
-    kept: torch.Tensor
+    name: str
+    remedy: str
+    settings: dict[str, Any]
+    facts: DrafterFacts
     tensors: dict[str, torch.Tensor]
 
+    @property
+    def intermediate_size(self) -> int:
+        """Width of its MLPs."""
+        return int(require(self.settings, "intermediate_size", self.name))
 
-def read_start(folder: Path, target: Any, key: str = KEY) -> Start:
-    """Read a drafter as ``crossspec train eagle3`` writes it.
+
+def read_drafter(folder: Path, target: Any, kind: str, made: str, key: str = KEY) -> Start:
+    """Read a drafter as ``crossspec train`` writes it.
 
     Args:
         folder: its ``config.json`` and ``model.safetensors``.
         target: configuration of the target (transformers) that it must fit.
+        kind: of the drafter, a registry entry.
+        made: what such a folder is, for messages.
         key: the option that named the folder, for messages.
 
     Raises:
         ValueError: one sentence naming ``key`` and what is wrong.
     """
+    remedy = f"give {made} for this target"
     if not folder.is_dir():
-        raise ValueError(f"{key} {folder} is not a folder; {_REMEDY}")
+        raise ValueError(f"{key} {folder} is not a folder; {remedy}")
     settings = read_config(str(folder.resolve()), key)
-    kind = settings.get("speculators_model_type")
-    if kind is not None:
-        raise ValueError(f"{key} {folder} is a drafter of kind {kind} in speculators' format; {_REMEDY}")
+    other = settings.get("speculators_model_type")
+    if other is not None:
+        raise ValueError(f"{key} {folder} is a drafter of kind {other} in speculators' format; {remedy}")
     name = str(target.name_or_path)
     facts = TargetFacts(name, target.hidden_size, target.vocab_size, target.num_hidden_layers)
-    found = check_drafter("eagle3", str(folder.resolve()), key, facts)
-    taps = default_target_layers(target.num_hidden_layers)
-    if found.target_layers != taps:
-        raise ValueError(f"{key} {folder} reads target layers {list(found.target_layers)}, not {list(taps)}; {_REMEDY}")
-    _check_attention(settings, folder, target, key)
+    found = check_drafter(kind, str(folder.resolve()), key, facts)
+    _check_attention(settings, folder, target, key, remedy)
     weights = folder / "model.safetensors"
     if not weights.is_file():
-        raise ValueError(f"{key} {folder} has no {weights.name}; {_REMEDY}")
-    tensors = load_file(weights)
-    tensors.pop("t2d", None)
-    if "d2t" not in tensors and found.draft_vocab_size < target.vocab_size:
-        raise ValueError(f"{key} {folder}: d2t is missing in {weights.name}, which tells its tokens; {_REMEDY}")
-    offsets = tensors.pop("d2t", torch.zeros(target.vocab_size, dtype=torch.int64))
-    wrong = sorted(NAMES ^ tensors.keys())
-    if wrong:
-        what = "does not belong there" if wrong[0] in tensors else "is missing"
-        raise ValueError(f"{key} {folder}: {wrong[0]} {what} in {weights.name}; {_REMEDY}")
-    tensors = {name: x.float() for name, x in tensors.items()}
-    inner = tensors["midlayer.mlp.gate_proj.weight"].shape[0]
-    return Start(folder, inner, offsets + torch.arange(len(offsets)), tensors)
+        raise ValueError(f"{key} {folder} has no {weights.name}; {remedy}")
+    tensors = {name: x.float() if x.is_floating_point() else x for name, x in load_file(weights).items()}
+    return Start(f"{key} {folder}", remedy, settings, found, tensors)
 
 
-def _check_attention(settings: dict[str, Any], folder: Path, target: Any, key: str) -> None:
+def _check_attention(settings: dict[str, Any], folder: Path, target: Any, key: str, remedy: str) -> None:
     """The drafter that goes on has the target's heads, positions and norms: shapes alone would not show others."""
     rope, heads = settings.get("rope_parameters") or {}, require(settings, "num_attention_heads", key)
     found = {
@@ -97,7 +82,19 @@ def _check_attention(settings: dict[str, Any], folder: Path, target: Any, key: s
     for name in found:
         value = given[name] if name in given else getattr(target, name)
         if found[name] != value:
-            raise ValueError(f"{key} {folder} has {name} {found[name]}, but the target has {value}; {_REMEDY}")
+            raise ValueError(f"{key} {folder} has {name} {found[name]}, but the target has {value}; {remedy}")
+
+
+def check_names(start: Start, names: Set[str]) -> None:
+    """See that ``start`` has the tensors ``names`` and no others.
+
+    Raises:
+        ValueError: one sentence naming the first one that is missing or too many.
+    """
+    wrong = sorted(names ^ start.tensors.keys())
+    if wrong:
+        what = "does not belong there" if wrong[0] in start.tensors else "is missing"
+        raise ValueError(f"{start.name}: {wrong[0]} {what} in model.safetensors; {start.remedy}")
 
 
 def load_start(model: torch.nn.Module, start: Start) -> None:
@@ -110,7 +107,6 @@ def load_start(model: torch.nn.Module, start: Start) -> None:
     for name, x in start.tensors.items():
         if x.shape != own[name].shape:
             raise ValueError(
-                f"{KEY} {start.folder}: {name} is {list(x.shape)}, but {list(own[name].shape)} for this target; "
-                f"{_REMEDY}"
+                f"{start.name}: {name} is {list(x.shape)}, but {list(own[name].shape)} for this target; {start.remedy}"
             )
     model.load_state_dict(start.tensors, strict=False)
