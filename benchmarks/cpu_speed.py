@@ -1,6 +1,6 @@
 """Tokens a second on a CPU, of plain generation, vLLM's own drafters and each of ours, at a real model's shape.
 
-    python benchmarks/cpu_speed.py --out runs/cpu                      # both shapes, an hour or two on two cores
+    python benchmarks/cpu_speed.py --out runs/cpu                      # both shapes, two hours on two cores
     python benchmarks/cpu_speed.py --out runs/cpu --shapes 0.2b --report docs/results
 
 The models are the pocket's, inflated: their text and their acceptance at the cost of the shape, see
@@ -40,10 +40,13 @@ ARMS: dict[str, dict[str, Any]] = {
 
 SPECS: dict[str, dict[str, Any]] = {
     "vllm-eagle3": {**EAGLE3, "num_speculative_tokens": 4},
-    "vllm-dflash": {**DFLASH, "num_speculative_tokens": 7},
     "eagle3": {**EAGLE3, **BFLOAT16, **CHAIN, "num_speculative_tokens": 4},
-    "dflash": {**DFLASH, **BFLOAT16, **CHAIN, "num_speculative_tokens": 7},
     "eagle3-tree": {**EAGLE3, **BFLOAT16, "tree": DYNAMIC},
+    "vllm-draft-model": {**DRAFT_MODEL, "num_speculative_tokens": 5},
+    "draft-model": {**DRAFT_MODEL, **CHAIN, "num_speculative_tokens": 5},
+    "vllm-dflash": {**DFLASH, "num_speculative_tokens": 7},
+    "dflash": {**DFLASH, **BFLOAT16, **CHAIN, "num_speculative_tokens": 7},
+    "dflash-tree": {**DFLASH, **BFLOAT16, "num_speculative_tokens": 7, "tree": BEST_FIRST},
     "dart": {
         "method": "dart",
         "model": "{pocket}/dart",
@@ -51,9 +54,6 @@ SPECS: dict[str, dict[str, Any]] = {
         **BFLOAT16,
         "tree": {"type": "continuity", "num_nodes": 8, "beam_width": 8, "top_k": 8},
     },
-    "vllm-draft-model": {**DRAFT_MODEL, "num_speculative_tokens": 5},
-    "draft-model": {**DRAFT_MODEL, **CHAIN, "num_speculative_tokens": 5},
-    "dflash-tree": {**DFLASH, **BFLOAT16, "num_speculative_tokens": 7, "tree": BEST_FIRST},
     "confu": {"method": "confu", "model": "{pocket}/confu", **BFLOAT16, "num_speculative_tokens": 4},
     "flashhead": {
         "method": "flashhead",
@@ -70,14 +70,15 @@ SPECS: dict[str, dict[str, Any]] = {
         },
         "router": {"policy": "neural", "model": "{pocket}/router"},
     },
+    "goodput": {"method": "whiflash", "drafters": ARMS, "router": {"policy": "goodput"}},
     "suffix": {"method": "suffix", "tree": {"num_nodes": 8}},
     **{
         f"arm-{name}": {"method": "whiflash", "drafters": ARMS, "router": {"policy": "fixed", "drafter": name}}
         for name in ARMS
     },
-    "goodput": {"method": "whiflash", "drafters": ARMS, "router": {"policy": "goodput"}},
 }
 """What is compared; a config without a key of ours is vLLM's own method."""
+METHODS = [name for name in SPECS if not name.startswith("arm-")]
 CROSSSPEC = (sys.executable, "-m", "vllm_crossspec.cli.app")
 
 
@@ -149,14 +150,18 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of models, configs and documents")
     add("--shapes", default="0.2b,0.6b", help="of crossspec inflate, comma-separated")
-    add("--methods", default=",".join(SPECS), help="comma-separated, beside plain")
+    add(
+        "--methods",
+        default=",".join(METHODS),
+        help="comma-separated, beside plain; arm-tree and so on: goodput's, alone",
+    )
     add("--name", default="cpu", help="what the documents' names begin with")
     add("--batch-sizes", default="1,4", help="requests at a time, comma-separated")
     add("--repeats", type=int, default=3, help="turns of every method")
     add("--each", type=int, default=2, help="prompts of each of the four categories")
     add("--max-tokens", type=int, default=128, help="of an answer at most")
     add("--enforce-eager", action="store_true", help="without vLLM's compilation, which takes a minute an engine")
-    add("--together", type=int, default=6, help="methods beside plain whose engines are up at once: about 2.6 GiB each")
+    add("--together", type=int, default=5, help="methods beside plain whose engines are up at once: about 2.6 GiB each")
     add("--report", type=Path, help="write the HTML reports to this folder")
     add("--tables-only", action="store_true", help="print the tables of the documents that are there")
     options = parser.parse_args(argv)
@@ -198,6 +203,7 @@ def run_group(shape: str, names: Sequence[str], document: Path, options: argpars
     command += ["--prompts", str(prompts), "--batch-sizes", options.batch_sizes]
     command += ["--max-tokens", str(options.max_tokens), "--repeats", str(options.repeats)]
     report = (options.report or options.out) / f"{document.stem}.html"
+    report.parent.mkdir(parents=True, exist_ok=True)
     command += ["--max-model-len", "512", "--json", str(document), "--html", str(report)]
     command += ["--enforce-eager" if options.enforce_eager else "--no-enforce-eager"]
     if code := subprocess.run(command).returncode:
