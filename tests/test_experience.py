@@ -220,6 +220,15 @@ def test_a_forecast_counts_when_it_is_made_and_as_far_as_it_came_true():
     assert share(run(liar, [[0.3, 0.0], [1.0, 1.0]], forecasts=told), 0) > 0.95
 
 
+def test_a_request_whose_forecasts_come_true_keeps_them_beside_one_whose_do_not():
+    """All are told the same in every round; what it was worth to them is another matter."""
+    worth = lambda row, drafter, number: (4.0, 6.0 if row % 2 else 1.2)[drafter]  # noqa: E731
+    taken = run(worth, [[0.05, 0.0], [1.0, 1.0]], forecasts=lambda number: [[-1.0, 5.0]] * 4)
+    assert all(
+        batch == [0, 1, 0, 1] for n, batch in enumerate(taken, start=1) if n > 200 and probe_of(n, (0, 1))[0] < 0
+    )
+
+
 def test_a_new_request_starts_from_what_all_have_shown():
     experience = Experience((0, 1), (2.0, 2.0), (), SLOTS, DEVICE)
     costs = torch.tensor([[0.1, 0.1], [1.0, 1.0], [0.0, 0.0]], device=DEVICE)

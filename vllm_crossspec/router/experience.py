@@ -20,6 +20,8 @@ OWN_MEMORY, ALL_MEMORY = 0.85, 0.99
 """What a round counts after the next one: of a request, of all requests."""
 PRIOR_ROUNDS = 4.0
 """Rounds that count as much as what is expected without any; of a request, as what is known of all."""
+PRIOR_FORECAST = 16.0
+"""Draft tokens forecast to a request that count as much as what all requests' forecasts were worth."""
 PROBE_EVERY = 64
 """Rounds between two in which the whole batch tries a drafter, by turns: exploring costs one round of these at most."""
 EARLY_TURNS, EARLY_EVERY = 4, 4
@@ -35,7 +37,7 @@ UNCONDITIONAL = 1e6
 """A hope that makes any drafter the best that drafts at all."""
 
 _OWN_MEMORY, _ALL_MEMORY = tl.constexpr(OWN_MEMORY), tl.constexpr(ALL_MEMORY)
-_PRIOR = tl.constexpr(PRIOR_ROUNDS)
+_PRIOR, _PRIOR_FORECAST = tl.constexpr(PRIOR_ROUNDS), tl.constexpr(PRIOR_FORECAST)
 _ROWS = tl.constexpr(64)
 
 
@@ -43,9 +45,9 @@ class Known(NamedTuple):
     """What is known of drafts; float32, on the device.
 
     Attributes:
-        own: [S, N, 2] tokens of a request's rounds with each drafter, the bonus token included, and their number; old
-            ones count less.
-        every: [N, 4] the same of all requests, then accepted draft tokens, and how many had been forecast.
+        own: [S, N, 4] tokens of a request's rounds with each drafter, the bonus token included, and their number; of
+            those with a forecast, accepted draft tokens, and how many had been forecast. Old rounds count less.
+        every: [N, 4] the same of all requests.
         priors: [N] tokens of a round before anything is known.
         forecasts: [S, N] by row of the batch: draft tokens that are expected to be accepted; negative: no forecast.
         last_forecast: [S] by slot: of the drafter that drafted last, negative for none.
@@ -60,7 +62,7 @@ class Known(NamedTuple):
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _learn_kernel(
-    own_ptr,  # float32 [S, N, 2]
+    own_ptr,  # float32 [S, N, 4]
     every_ptr,  # float32 [N, 4]
     last_forecast_ptr,  # float32 [S]
     idx_mapping_ptr,  # int [R]
@@ -79,15 +81,19 @@ def _learn_kernel(
             mine = (slot >= 0) & (tokens > 0)
             slot = tl.maximum(slot, 0)
             mine = mine & (tl.load(previous_ptr + slot, mask=mine, other=-1) == drafter)
-            at = own_ptr + (slot * DRAFTERS + drafter) * 2
-            tl.store(at, tl.load(at, mask=mine, other=0.0) * _OWN_MEMORY + tokens, mask=mine)
-            tl.store(at + 1, tl.load(at + 1, mask=mine, other=0.0) * _OWN_MEMORY + 1.0, mask=mine)
             forecast = tl.load(last_forecast_ptr + slot, mask=mine, other=-1.0)
             was_forecast = mine & (forecast >= 0.0)
+            drafts = tl.where(was_forecast, tokens - 1.0, 0.0)
+            forecast = tl.where(was_forecast, forecast, 0.0)
+            at = own_ptr + (slot * DRAFTERS + drafter) * 4
+            tl.store(at, tl.load(at, mask=mine, other=0.0) * _OWN_MEMORY + tokens, mask=mine)
+            tl.store(at + 1, tl.load(at + 1, mask=mine, other=0.0) * _OWN_MEMORY + 1.0, mask=mine)
+            tl.store(at + 2, tl.load(at + 2, mask=mine, other=0.0) * _OWN_MEMORY + drafts, mask=mine)
+            tl.store(at + 3, tl.load(at + 3, mask=mine, other=0.0) * _OWN_MEMORY + forecast, mask=mine)
             tokens_of_all += tl.sum(tl.where(mine, tokens, 0.0), axis=0)
             rounds_of_all += tl.sum(mine.to(tl.float32), axis=0)
-            accepted += tl.sum(tl.where(was_forecast, tokens - 1.0, 0.0), axis=0)
-            forecast_of_all += tl.sum(tl.where(was_forecast, forecast, 0.0), axis=0)
+            accepted += tl.sum(drafts, axis=0)
+            forecast_of_all += tl.sum(forecast, axis=0)
         if rounds_of_all > 0:
             at = every_ptr + drafter * 4
             tl.store(at, tl.load(at) * _ALL_MEMORY + tokens_of_all)
@@ -101,11 +107,13 @@ def _expected(own_ptr, every_ptr, priors_ptr, forecasts_ptr, slot, row, decides,
     """Tokens of a round with a drafter, for some rows of the batch."""
     of_all = every_ptr + drafter * 4
     mean = (tl.load(of_all) + tl.load(priors_ptr + drafter) * _PRIOR) / (tl.load(of_all + 1) + _PRIOR)
-    own = own_ptr + (slot * DRAFTERS + drafter) * 2
+    own = own_ptr + (slot * DRAFTERS + drafter) * 4
     tokens = tl.load(own, mask=decides, other=0.0) + mean * _PRIOR
     expected = tokens / (tl.load(own + 1, mask=decides, other=0.0) + _PRIOR)
     forecast = tl.load(forecasts_ptr + row * DRAFTERS + drafter, mask=decides, other=-1.0)
     trust = (tl.load(of_all + 2) + _PRIOR) / (tl.load(of_all + 3) + _PRIOR)
+    accepted = tl.load(own + 2, mask=decides, other=0.0) + trust * _PRIOR_FORECAST
+    trust = accepted / (tl.load(own + 3, mask=decides, other=0.0) + _PRIOR_FORECAST)
     return tl.where(forecast >= 0.0, 1.0 + forecast * trust, expected)
 
 
@@ -213,7 +221,7 @@ class Experience:
         num_drafters = len(owners)
         exact = {"dtype": torch.float32, "device": device}
         self.known = Known(
-            own=torch.zeros(max_num_reqs, num_drafters, 2, **exact),
+            own=torch.zeros(max_num_reqs, num_drafters, 4, **exact),
             every=torch.zeros(num_drafters, 4, **exact),
             priors=torch.tensor(priors, **exact),
             forecasts=torch.full((max_num_reqs, num_drafters), -1.0, **exact),

@@ -3,7 +3,7 @@
 import torch
 import torch.nn.functional as F
 
-from vllm_crossspec.router.experience import ALL_MEMORY, OWN_MEMORY, PRIOR_ROUNDS
+from vllm_crossspec.router.experience import ALL_MEMORY, OWN_MEMORY, PRIOR_FORECAST, PRIOR_ROUNDS
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
@@ -102,33 +102,34 @@ class Learned:
     def __init__(self, priors: list[float]):
         self.priors = priors
         self.own: dict[int, list[list[float]]] = {}
-        self.every = [[0.0] * 4 for _ in priors]
+        self.every = self._nothing()
 
     def learn(self, rounds: list[tuple[int, int, int, float]]) -> None:
         """Take in rounds of a batch: slot, drafter, tokens, and what had been forecast (negative: nothing)."""
         for drafter, known in enumerate(self.every):
-            mine = [(slot, tokens, forecast) for slot, other, tokens, forecast in rounds if other == drafter]
-            for slot, tokens, _ in mine:
-                own = self.own.setdefault(slot, [[0.0, 0.0] for _ in self.priors])[drafter]
-                own[:] = OWN_MEMORY * own[0] + tokens, OWN_MEMORY * own[1] + 1
-            if mine:
-                forecasts = [(tokens - 1, forecast) for _, tokens, forecast in mine if forecast >= 0]
-                new = (
-                    sum(t for _, t, _ in mine),
-                    len(mine),
-                    sum(t for t, _ in forecasts),
-                    sum(f for _, f in forecasts),
-                )
-                known[:] = [ALL_MEMORY * old + more for old, more in zip(known, new, strict=True)]
+            total = [0.0] * 4
+            for slot, other, tokens, forecast in rounds:
+                if other != drafter:
+                    continue
+                new = [tokens, 1.0, *((tokens - 1, forecast) if forecast >= 0 else (0.0, 0.0))]
+                own = self.own.setdefault(slot, self._nothing())[drafter]
+                own[:] = [OWN_MEMORY * old + more for old, more in zip(own, new, strict=True)]
+                total = [old + more for old, more in zip(total, new, strict=True)]
+            if total[1]:
+                known[:] = [ALL_MEMORY * old + more for old, more in zip(known, total, strict=True)]
 
     def expected(self, slot: int, drafter: int, forecast: float) -> float:
         """Tokens of the next round of a request with a drafter."""
         tokens, rounds, accepted, forecasts = self.every[drafter]
+        own = self.own.get(slot, self._nothing())[drafter]
         if forecast >= 0:
-            return 1 + forecast * (accepted + PRIOR_ROUNDS) / (forecasts + PRIOR_ROUNDS)
+            trust = (accepted + PRIOR_ROUNDS) / (forecasts + PRIOR_ROUNDS)
+            return 1 + forecast * (own[2] + PRIOR_FORECAST * trust) / (own[3] + PRIOR_FORECAST)
         mean = (tokens + PRIOR_ROUNDS * self.priors[drafter]) / (rounds + PRIOR_ROUNDS)
-        own = self.own.get(slot, [[0.0, 0.0] for _ in self.priors])[drafter]
         return (own[0] + PRIOR_ROUNDS * mean) / (own[1] + PRIOR_ROUNDS)
+
+    def _nothing(self) -> list[list[float]]:
+        return [[0.0] * 4 for _ in self.priors]
 
 
 def route_by_experience(
