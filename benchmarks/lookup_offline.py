@@ -58,7 +58,7 @@ class Ours:
         own = own_matches_naive(text, **self._search, depth=self._depth)
         if not self._num_nodes:
             return [own[0].continuation[: i + 1] for i in range(self._depth)] if own else []
-        return [*match_tree_naive([*own, *self._earlier(text)], self._num_nodes)]
+        return [*match_tree_naive([*own, *self._earlier(text)], self._search["max_match"], self._num_nodes)]
 
     def end(self, response: list[int]) -> None:
         """The response is whole, and may be drafted from."""

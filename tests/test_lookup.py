@@ -139,14 +139,31 @@ def test_match_tree(seed, num_nodes):
         torch.full((4, width), 99.0, device=DEVICE),
         torch.full((4,), 99, dtype=torch.int32, device=DEVICE),
     )
-    match_tree(found, num_nodes=num_nodes, out=out)
+    match_tree(found, max_match=16, num_nodes=num_nodes, out=out)
     for row, matches in enumerate(rows):
-        expected, tree = match_tree_naive(matches, num_nodes), tree_of(out, row)
-        assert list(tree) == list(expected)
-        assert tree == pytest.approx(expected, abs=1e-5)
+        expected, tree = match_tree_naive(matches, 16, num_nodes), tree_of(out, row)
+        # Which of two comes first that are as likely is the order of additions, no more.
+        assert [*tree.values()] == pytest.approx([*expected.values()], abs=1e-5)
+        everything = match_tree_naive(matches, 16, 1 << 20)
+        assert tree == pytest.approx({path: everything[path] for path in tree}, abs=1e-5)
         size = len(tree)
         assert not out.tokens[row, size:].any() and not out.parents[row, size:].any()
         assert (out.log_probs[row, size:] == -math.inf).all()
+
+
+def test_a_place_is_right_as_often_as_its_length_says():
+    """Of m tokens that agree, d more come with a chance of m / (m + d); of all that is compared, of three times m."""
+    found = empty(3, 1, 4)
+    found.continuations.copy_(torch.arange(4))
+    found.lengths.copy_(torch.tensor([[2], [7], [8]]))
+    found.counts.fill_(1.0)
+    out = TokenTree(
+        *(torch.zeros(3, 4, dtype=d, device=DEVICE) for d in (torch.int64, torch.int32, torch.float32)),
+        sizes=torch.zeros(3, dtype=torch.int32, device=DEVICE),
+    )
+    match_tree(found, max_match=8, num_nodes=4, out=out)
+    expected = [[m / (m + d) for d in range(1, 5)] for m in (2, 7, 24)]
+    assert out.log_probs.exp().tolist() == [pytest.approx(row, abs=1e-6) for row in expected]
 
 
 # -- the corpus -------------------------------------------------------------------------------------------------------

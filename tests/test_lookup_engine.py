@@ -68,7 +68,7 @@ def test_drafts_are_what_the_loops_find(name):
             if is_chain:
                 expected = list(matches[0].continuation) if matches else [0] * depth
             else:
-                expected = [prefix[-1] for prefix in match_tree_naive(matches, NODES)]
+                expected = [prefix[-1] for prefix in match_tree_naive(matches, sizes["max_match"], NODES)]
             assert draft[: len(expected)] == expected and not any(draft[len(expected) :])
             compared += bool(matches)
     assert compared > 15

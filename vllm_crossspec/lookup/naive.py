@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vllm_crossspec.lookup.kernels import NO_TOKEN
-from vllm_crossspec.lookup.trees import weight_of
+from vllm_crossspec.lookup.trees import BEYOND
 
 
 class Match(NamedTuple):
@@ -58,20 +58,22 @@ def corpus_matches_naive(
     return [match for match in found if match.length == longest]
 
 
-def match_tree_naive(matches: Sequence[Match], num_nodes: int) -> dict[tuple[int, ...], float]:
+def match_tree_naive(matches: Sequence[Match], max_match: int, num_nodes: int) -> dict[tuple[int, ...], float]:
     """The nodes of the tree, each the tokens that lead to it, with their log-probabilities; the best ``num_nodes``.
 
     Of nodes of equal probability the shallower one comes first, then the one of the earlier match.
     """
-    total = 1.0 + sum(weight_of(match.length) * match.places for match in matches)
     mass: dict[tuple[int, ...], float] = {}
     first: dict[tuple[int, ...], int] = {}
+    total = 1.0
     for number, match in enumerate(matches):
+        agreed = match.length if match.length < max_match else BEYOND * max_match
+        total += agreed * match.places
         for depth in range(1, len(match.continuation) + 1):
             prefix = match.continuation[:depth]
             if NO_TOKEN in prefix:
                 break
-            mass[prefix] = mass.get(prefix, 0.0) + weight_of(match.length) * match.places
+            mass[prefix] = mass.get(prefix, 0.0) + agreed * match.places * (agreed + 1) / (agreed + depth)
             first.setdefault(prefix, number)
     order = sorted(mass, key=lambda prefix: (-mass[prefix], len(prefix), first[prefix]))
     return {prefix: math.log(mass[prefix] / total) for prefix in order[:num_nodes]}

@@ -2,8 +2,9 @@
 
 Continuations that begin alike share their nodes, as in a suffix tree. A node's probability is the share of the weight
 of all matches that pass through it, the estimate of SuffixDecoding (Oliaro et al. 2024, section 3.2) over places of
-several lengths: a place counts twice as much as one where a token less agrees. A weight of 1 stands for all that was
-never seen. Best first, as every other tree of ours, so that any number of its first nodes is a tree.
+several lengths: a place weighs as many as the tokens that agree there, and what goes on for m tokens goes on for one
+more with odds of m to 1. A weight of 1 stands for all that was never seen. So one place of m tokens is right for d more
+with a chance of m / (m + d). Best first, as every other tree of ours, so that any number of its first nodes is a tree.
 
 Shape legend: R requests, M matches of a request, D tokens of a continuation, N draft nodes.
 """
@@ -18,10 +19,11 @@ from vllm_crossspec.types import TokenTree
 MAX_CANDIDATES = 512
 """Most tokens of all continuations of a request: what a program holds at once."""
 
+BEYOND = 3
+"""Where all agrees that is compared, more would: it is taken for so many times as long."""
 
-def weight_of(length: int) -> float:
-    """What a place counts where so many tokens agree."""
-    return 2.0 ** min(length, 16)
+
+_BEYOND = tl.constexpr(BEYOND)
 
 
 @triton.jit
@@ -31,6 +33,7 @@ def _match_tree_kernel(
     counts_ptr,  # float32 [R, M]
     num_matches,
     depth,
+    max_match,
     tokens_ptr,  # int64 [R, width]
     tokens_stride,
     parents_ptr,  # int32 [R, width]
@@ -48,7 +51,8 @@ def _match_tree_kernel(
     is_match = match < num_matches
     length = tl.load(lengths_ptr + request * num_matches + match, mask=is_match, other=0)
     count = tl.load(counts_ptr + request * num_matches + match, mask=is_match, other=0.0)
-    weight = tl.where(length > 0, tl.exp2(tl.minimum(length, 16).to(tl.float32)) * count, 0.0)
+    agreed = tl.where(length >= max_match, _BEYOND * max_match, length).to(tl.float32)
+    weight = tl.where(length > 0, agreed * count, 0.0)
     total = 1.0 + tl.sum(weight, axis=0)
 
     # Level by level: which match is the first one that begins alike, and how much weight does so. A node stands at
@@ -67,7 +71,8 @@ def _match_tree_kernel(
         )
         alike = (token[:, None] == token[None, :]) & (same[:, None] == same[None, :]) & (token[:, None] >= 0)
         first = tl.min(tl.where(alike, match[None, :], MATCHES), axis=1)
-        mass = tl.sum(tl.where(alike, weight[None, :], 0.0), axis=1)
+        lasting = weight * (agreed + 1.0) / (agreed + 1.0 + level)
+        mass = tl.sum(tl.where(alike, lasting[None, :], 0.0), axis=1)
         is_node = (first == match) & (token >= 0)
         here = level_of[:, None] == level
         score = tl.where(here & is_node[None, :], mass[None, :], score)
@@ -101,11 +106,12 @@ def _match_tree_kernel(
     tl.store(log_probs_ptr + request * log_probs_stride + rest, tl.full([256], float("-inf"), tl.float32), mask=is_rest)
 
 
-def match_tree(matches: Matches, *, num_nodes: int, out: TokenTree) -> None:
+def match_tree(matches: Matches, *, max_match: int, num_nodes: int, out: TokenTree) -> None:
     """The ``num_nodes`` likeliest prefixes of every request's continuations, in falling order.
 
     Args:
         matches: of R requests; at most :data:`MAX_CANDIDATES` tokens of a request, M and D taken as powers of 2.
+        max_match: tokens that were compared at most.
         num_nodes: most nodes of a tree, at most 255.
         out: its first R rows are written over their whole width. Dead nodes get token 0, parent 0 and log-probability
             -inf; a request without matches has a tree of size 0.
@@ -114,5 +120,5 @@ def match_tree(matches: Matches, *, num_nodes: int, out: TokenTree) -> None:
     sizes = {"MATCHES": triton.next_power_of_2(num_matches), "DEPTH": triton.next_power_of_2(depth)}
     assert sizes["MATCHES"] * sizes["DEPTH"] <= MAX_CANDIDATES and 1 <= num_nodes <= out.tokens.shape[1] <= 255
     _match_tree_kernel[(num_reqs,)](
-        *matches, num_matches, depth, *out.arguments, num_nodes, out.tokens.shape[1], **sizes, num_warps=1
+        *matches, num_matches, depth, max_match, *out.arguments, num_nodes, out.tokens.shape[1], **sizes, num_warps=1
     )

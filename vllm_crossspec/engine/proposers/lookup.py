@@ -13,7 +13,7 @@ from vllm_crossspec.engine.proposers.base import empty_tree, first_rows
 from vllm_crossspec.engine.proposers.stateless import CachelessProposer
 from vllm_crossspec.lookup.corpus import Corpus
 from vllm_crossspec.lookup.kernels import Matches, Texts, corpus_matches, own_matches
-from vllm_crossspec.lookup.trees import MAX_CANDIDATES, match_tree
+from vllm_crossspec.lookup.trees import BEYOND, MAX_CANDIDATES, match_tree
 from vllm_crossspec.types import Candidates, StepInputs
 
 
@@ -49,6 +49,7 @@ class LookupProposer(CachelessProposer):
         self.matches = Matches(
             filled(drafts.depth, dtype=torch.int32), filled(dtype=torch.int32), filled(dtype=torch.float32)
         )
+        self.depths = torch.arange(1, drafts.depth + 1, device=device)
         self.tokens = torch.zeros(max_num_reqs, drafts.depth, dtype=torch.int64, device=device)
         self.tree = None if drafts.is_chain else empty_tree(max_num_reqs, drafts.num_nodes, device)
 
@@ -70,13 +71,14 @@ class LookupProposer(CachelessProposer):
 
     @torch.inference_mode()
     def forecast(self, step: StepInputs) -> torch.Tensor:
-        """What was found, and how surely: the sum of the nodes' probabilities; of a chain as if it were one node."""
+        """What was found, and how surely: the sum of the nodes' probabilities; a chain's by its longest match alone."""
         found = self._search(step)
         if self.tree is not None:
             self._build(found)
             return self.tree.log_probs[: step.batch.num_reqs].exp().sum(dim=1)
-        weight = torch.exp2(found.lengths.amax(dim=1).clamp(max=16).float())
-        return self.drafts.depth * torch.where(weight > 1, weight / (weight + 1), 0.0)
+        longest = found.lengths.amax(dim=1, keepdim=True).float()
+        agreed = torch.where(longest < self.max_match, longest, BEYOND * self.max_match)
+        return (agreed / (agreed + self.depths)).sum(dim=1)
 
     def _search(self, step: StepInputs) -> Matches:
         """The matches of the batch's requests."""
@@ -103,7 +105,7 @@ class LookupProposer(CachelessProposer):
 
     def _build(self, found: Matches) -> None:
         assert self.tree is not None and self.drafts.tree_nodes is not None
-        match_tree(found, num_nodes=self.drafts.tree_nodes, out=self.tree)
+        match_tree(found, max_match=self.max_match, num_nodes=self.drafts.tree_nodes, out=self.tree)
 
     def requests_leave(self, slots: list[int]) -> None:
         """What they generated becomes part of the corpus: copied on the device, read by the corpus' own thread."""
