@@ -102,6 +102,9 @@ def started(words: list[str], folder: Path | None = None) -> Iterator[Server]:
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout=30)
+    except BaseException:
+        print(f"the server's last words:\n{log.read_text()[-6000:]}")
+        raise
     finally:
         server.kill()
         log.unlink()

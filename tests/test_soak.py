@@ -1,4 +1,5 @@
-"""Trees under `vllm serve` with every kind of request at once: right answers, no lost blocks, no growing memory.
+"""A router's arms under `vllm serve` with every kind of request at once: right answers, no lost blocks, no growing
+memory. Two drafters with caches, a form of one, a lookup that keeps answers, and nothing.
 
 CROSSSPEC_SOAK_SECONDS says for how long; 40 seconds by default.
 """
@@ -29,7 +30,18 @@ KINDS = [
     {"temperature": 1.0, "seed": 3, "extra_body": {"vllm_xargs": {"crossspec": "chain"}}},
 ]
 SERVER = ["--max-num-seqs", str(CONCURRENCY), "--max-num-batched-tokens", "1024"]
-SPEC = engines.tree("dflash", engines.DFLASH, num_nodes=24)
+SPEC = {
+    "method": "whiflash",
+    "drafters": {
+        "eagle3": {"model": str(engines.EAGLE3), "tree": {"num_nodes": 24}},
+        "chain": {"of": "eagle3", "num_speculative_tokens": 4},
+        "dflash": {"model": str(engines.DFLASH), "tree": {"num_nodes": 24}},
+        "suffix": {"tree": {"num_nodes": 16}, "lookup": {"share": True, "cache_tokens": 4096}},
+        "plain": {"type": "nothing"},
+    },
+    "router": {"policy": "goodput"},
+}
+DRAFTERS = ["eagle3", "chain", "dflash", "suffix"]
 MAX_TOKENS = 24
 GROWTH = 48 << 20
 """Bytes by which the processes may grow in the second half."""
@@ -113,7 +125,9 @@ def test_mixed_requests_for_a_while(monkeypatch):
             answers.append(soak(server, prompts, expected, SECONDS / 2))
             assert idle_usage(server) == 0
             resident.append(resident_bytes(group))
-        print(f"{answers} answers, {[round(size / 2**20) for size in resident]} MiB after each half")
+        routed = {name: server.metric("crossspec:router_decisions_total", drafter=name) for name in SPEC["drafters"]}
+        print(f"{answers} answers, {[round(size / 2**20) for size in resident]} MiB after each half, rounds {routed}")
+        assert min(routed[name] for name in DRAFTERS) > 0, "every drafter has drafted"
         assert sum(answers) > CONCURRENCY
         assert resident[1] - resident[0] < GROWTH
 
