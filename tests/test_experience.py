@@ -13,12 +13,11 @@ from vllm_crossspec.router.experience import (
     EARLY_EVERY,
     EARLY_TURNS,
     PROBE_EVERY,
-    UNCONDITIONAL,
     Experience,
     drafter_sets,
     probe_of,
 )
-from vllm_crossspec.router.naive import Learned, route_by_experience
+from vllm_crossspec.router.naive import Learned, Round, route_by_experience
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS = 200
@@ -26,6 +25,11 @@ SLOTS = 200
 
 def ints(values):
     return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def parts_of(entropy):
+    """What ``kernels.entropy_parts`` would have left of rows of these entropies, nats."""
+    return torch.tensor([[[0.0, 1.0, -nats], [float("-inf"), 0.0, 0.0]] for nats in entropy], device=DEVICE)
 
 
 @pytest.mark.parametrize("num_reqs", [1, 3, 150])
@@ -43,7 +47,7 @@ def test_kernels_against_plain_numbers(num_reqs, num_drafters):
     experience = Experience(tuple(owners), tuple(priors), tuple(range(num_drafters)), SLOTS, DEVICE)
     learned, previous = Learned(priors), torch.full((SLOTS,), -1, dtype=torch.int32, device=DEVICE)
     routes = torch.zeros(num_reqs + 1, dtype=torch.int32, device=DEVICE)
-    last_forecast: dict[int, float] = {}
+    last: dict[int, tuple[float, ...]] = {}
     differing = total = 0
     for turn in range(1, 30):
         slots = generator.sample(range(SLOTS if turn % 5 else num_reqs + 5), num_reqs)
@@ -52,18 +56,16 @@ def test_kernels_against_plain_numbers(num_reqs, num_drafters):
             [generator.choice([-1.0, 0.0, 2.5]) if d == num_drafters - 1 else -1.0 for d in range(num_drafters)]
             for _ in slots
         ]
+        entropy = [generator.choice([0.1, 1.0, 2.0, 4.0]) for _ in range(num_reqs)]
         experience.known.forecasts[:num_reqs] = torch.tensor(forecasts, device=DEVICE)
         before = previous.tolist()
         assert experience.num_rounds == turn - 1
         probe, hope = probe_of(turn, range(num_drafters))
-        experience.decide(torch.tensor(costs, device=DEVICE), ints([*slots, -1]), ints([*tokens, 3]), previous, routes)
+        batch = (ints([*slots, -1]), ints([*tokens, 3]), previous, routes)
+        experience.decide(torch.tensor(costs, device=DEVICE), parts_of([*entropy, 9.0]), *batch)
 
         learned.learn(
-            [
-                (s, before[s], n, last_forecast.get(s, -1.0))
-                for s, n in zip(slots, tokens, strict=True)
-                if n and before[s] >= 0
-            ]
+            [Round(s, before[s], n, *last[s]) for s, n in zip(slots, tokens, strict=True) if n and before[s] >= 0]
         )
         deciding = [row for row, n in enumerate(tokens) if n]
         found = routes.tolist()
@@ -71,7 +73,8 @@ def test_kernels_against_plain_numbers(num_reqs, num_drafters):
         if not deciding:
             continue
         expected = [
-            [learned.expected(slots[row], d, forecasts[row][d]) for d in range(num_drafters)] for row in deciding
+            [learned.expected(slots[row], d, forecasts[row][d], entropy[row]) for d in range(num_drafters)]
+            for row in deciding
         ]
         # The kernel shares a step among all rows of the batch, those without a decision and padding among them.
         wanted = route_by_experience(
@@ -81,14 +84,15 @@ def test_kernels_against_plain_numbers(num_reqs, num_drafters):
             [before[slots[row]] for row in deciding],
             drafter_sets(num_drafters),
             probe,
-            hope,
+            learned.hope(max(probe, 0), hope),
             num_reqs + 1,
         )
         total += 1
         differing += wanted != [found[row] for row in deciding]
         for row in deciding:
             assert previous[slots[row]] == found[row]
-            last_forecast[slots[row]] = forecasts[row][found[row]]
+            awaited = learned.of_all(found[row], forecasts[row][found[row]], entropy[row])
+            last[slots[row]] = entropy[row], *awaited
     own = experience.known.own.cpu()
     for slot, known in learned.own.items():
         torch.testing.assert_close(own[slot], torch.tensor(known), rtol=1e-5, atol=1e-5)
@@ -96,19 +100,28 @@ def test_kernels_against_plain_numbers(num_reqs, num_drafters):
     assert differing <= total / 10, "float32 decides near ties otherwise"
 
 
-def run(worth, seconds, num_rounds=300, num_reqs=4, explores=True, forecasts=None, seed=0):
+def logits_of(nats):
+    """[1, 128] logits of a distribution of about this entropy: some tokens are as likely as each other."""
+    logits = torch.full((1, 128), float("-inf"), device=DEVICE)
+    logits[0, : round(math.exp(nats))] = 0.0
+    return logits
+
+
+def run(worth, seconds, num_rounds=300, num_reqs=4, explores=True, forecasts=None, entropy=None, seed=0):
     """Route requests whose rounds bring what ``worth(request, drafter, round)`` says; the routes of each round."""
     num_drafters = len(seconds[0])
     tried = None if explores else ()
     priors = (3.0,) * num_drafters
     settings = RouterSettings("goodput", tuple("abcdef"[:num_drafters]), priors=priors, tried=tried)
-    router = Router(settings, hidden_size=8, vocab_size=8, max_num_reqs=SLOTS, dtype=torch.float32, device=DEVICE)
+    router = Router(settings, hidden_size=8, vocab_size=128, max_num_reqs=SLOTS, dtype=torch.float32, device=DEVICE)
     router.set_costs(RoundCosts((num_reqs,), (tuple(seconds[0]),), (tuple(seconds[1]),), ((0.0,) * num_drafters,)))
     generator, routes = random.Random(seed), torch.zeros(SLOTS, dtype=torch.int32, device=DEVICE)
     sampled, taken, states = [1] * num_reqs, [], torch.zeros(num_reqs, 8, device=DEVICE)
     for number in range(num_rounds):
         if forecasts is not None:
             router.experience.known.forecasts[:num_reqs] = torch.tensor(forecasts(number), device=DEVICE)
+        if entropy is not None:
+            router.observe_logits(logits_of(entropy(number)).expand(num_reqs, -1), ints(range(num_reqs)).long())
         router.decide(states, ints(range(num_reqs)).long(), ints(range(num_reqs)), ints(sampled), routes)
         taken.append(routes[:num_reqs].tolist())
         means = [worth(row, drafter, number) for row, drafter in enumerate(taken[-1])]
@@ -130,10 +143,10 @@ def test_the_most_tokens_a_second_win_not_the_most_tokens():
 
 def test_requests_get_the_drafters_that_suit_them_where_both_are_worth_their_cost():
     worth = lambda row, drafter, number: 6.0 if drafter == row % 2 else 2.0  # noqa: E731
-    taken = run(worth, [[0.2, 0.2], [1.0, 1.0]], num_rounds=850)
+    taken = run(worth, [[0.2, 0.2], [1.0, 1.0]], num_rounds=840)
     assert all(batch == [0, 1, 0, 1] for batch in taken[-20:])
     # A second drafter that costs as much as the target itself is not worth it.
-    taken = run(worth, [[3.0, 3.0], [1.0, 1.0]], num_rounds=850)
+    taken = run(worth, [[3.0, 3.0], [1.0, 1.0]], num_rounds=840)
     assert all(len(set(batch)) == 1 for batch in taken[-20:])
 
 
@@ -143,12 +156,25 @@ def test_a_drafter_that_becomes_better_is_found_out_and_only_by_exploring():
     assert share(run(worth, [[0.2, 0.2], [1.0, 1.0]], num_rounds=1500, explores=False), 1, start=1300) < 0.1
 
 
-def test_who_could_not_win_is_seldom_tried():
-    """At the cost of one of its rounds the other has six: half as many tokens again would not make it the best."""
+def test_who_could_not_win_is_not_tried():
+    """At the cost of one of its rounds the other has six: three times as many drafts would not make it the best."""
     worth = lambda row, drafter, number: (3.5, 4.0)[drafter]  # noqa: E731
-    taken, early = run(worth, [[0.1, 3.0], [0.9, 3.0]], num_rounds=1200), EARLY_TURNS * EARLY_EVERY * 2
-    tried = [number for number, batch in enumerate(taken, start=1) if number > early and 1 in batch]
-    assert tried == [n for n in range(early + 1, 1201) if probe_of(n, (0, 1)) == (1, UNCONDITIONAL)] and len(tried) == 3
+    early = EARLY_TURNS * EARLY_EVERY * 2
+    taken = run(worth, [[0.1, 3.0], [0.9, 3.0]], num_rounds=1200)
+    tried = [number for number, batch in enumerate(taken, start=1) if 1 in batch]
+    assert len(tried) == EARLY_TURNS and tried[-1] <= early
+    # At twice the cost of the other, it may.
+    assert share(run(worth, [[0.1, 1.0], [0.9, 1.0]], num_rounds=1200), 1) > 0
+
+
+def test_the_same_drafter_is_worth_less_where_the_target_is_uncertain():
+    """Drafter 0 brings 6 tokens where the target is certain and 1.5 where it is not, drafter 1 always 3."""
+    entropy = lambda number: 0.1 if number % 2 else 4.0  # noqa: E731
+    worth = lambda row, drafter, number: (6.0 if number % 2 else 1.5, 3.0)[drafter]  # noqa: E731
+    taken = run(worth, [[0.1, 0.1], [1.0, 1.0]], entropy=entropy)
+    assert share(taken[1::2], 0, start=75) > 0.95 and share(taken[0::2], 1, start=75) > 0.95
+    blind = run(worth, [[0.1, 0.1], [1.0, 1.0]])
+    assert share(blind[0::2], 1, start=75) < 0.5
 
 
 def test_exploring_is_bounded():
@@ -231,12 +257,13 @@ def test_a_request_whose_forecasts_come_true_keeps_them_beside_one_whose_do_not(
 
 def test_a_new_request_starts_from_what_all_have_shown():
     experience = Experience((0, 1), (2.0, 2.0), (), SLOTS, DEVICE)
-    costs = torch.tensor([[0.1, 0.1], [1.0, 1.0], [0.0, 0.0]], device=DEVICE)
+    known = (torch.tensor([[0.1, 0.1], [1.0, 1.0], [0.0, 0.0]], device=DEVICE), parts_of([1.0]))
     previous, routes = torch.full((SLOTS,), -1, dtype=torch.int32, device=DEVICE), ints([0])
+    experience.decide(*known, ints([0]), ints([1]), previous, routes)
     previous[0] = 1
     for _ in range(12):
-        experience.decide(costs, ints([0]), ints([6]), previous, routes)
+        experience.decide(*known, ints([0]), ints([6]), previous, routes)
     experience.release(torch.tensor([0], device=DEVICE))
     previous[0] = -1
-    experience.decide(costs, ints([0]), ints([1]), previous, routes)
+    experience.decide(*known, ints([0]), ints([1]), previous, routes)
     assert routes.tolist() == [1] and not experience.known.own[0].any()

@@ -138,7 +138,10 @@ def test_goodput_in_simulation_takes_what_brings_most_a_second(costs):
     paths = Trajectories(lengths, known, starts, starts + length)
     table = RoundCosts((1,), (costs[0],), ((1.0,) * 3,), ((0.0,) * 3,))
     shares = walk(
-        paths, simulate.by_experience(paths, torch.full((len(known), 3), -1.0), (2.5, 2.5, 1.0), (0, 1), table)
+        paths,
+        simulate.by_experience(
+            paths, torch.full((len(known), 3), -1.0), torch.zeros(len(known)), (2.5, 2.5, 1.0), (0, 1), table
+        ),
     ).shares
     assert shares[costs[1]] > 0.9 and shares[2] == 0
     # Every 64th round tries one of those that draft, by turns.
@@ -154,7 +157,9 @@ def test_a_forecast_is_worth_more_than_a_mean_in_simulation():
     costs = RoundCosts((1,), ((0.0, 0.0),), ((1.0, 1.0),), ((0.0, 0.0),))
     said = torch.stack([torch.full((count,), -1.0), 8.0 * good], dim=1)
     worth = [
-        walk(paths, simulate.by_experience(paths, forecasts, (2.0, 2.0), (0,), costs)).acceptance_length
+        walk(
+            paths, simulate.by_experience(paths, forecasts, torch.zeros(count), (2.0, 2.0), (0,), costs)
+        ).acceptance_length
         for forecasts in (said, torch.full((count, 2), -1.0))
     ]
     best = walk(paths, simulate.oracle_token(paths, Value())).acceptance_length

@@ -87,7 +87,8 @@ class Router:
         self.experience: Experience | None = None
         if kind.learns and settings.checkpoint is None:
             self.experience = _experience(settings, max_num_reqs, device)
-        self.needs_logits, self.needs_hidden = kind.needs_logits, kind.needs_hidden and self.experience is None
+        self.needs_logits = kind.needs_logits or self.experience is not None
+        self.needs_hidden = kind.needs_hidden and self.experience is None
         self.num_launches = 1 + self.needs_logits + self.needs_hidden + (self.experience is not None)
 
         def filled(*shape: int, value: float = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -192,7 +193,7 @@ class Router:
         num_sampled: torch.Tensor,
         out_routes: torch.Tensor,
     ) -> None:
-        """Choose a drafter for every request: one launch, two where the policy reads the hidden state.
+        """Choose a drafter for every request: one launch, two where the policy reads the hidden state or learns.
 
         Args:
             hidden_states: [T, H] final states of the target, after its last norm.
@@ -205,7 +206,8 @@ class Router:
         num_reqs, blocks = idx_mapping.shape[0], 1
         row = self.costs.row(num_reqs) if self.costs else 0
         if self.experience is not None:
-            self.experience.decide(self._parts[row], idx_mapping, num_sampled, self.previous, out_routes)
+            batch = (idx_mapping, num_sampled, self.previous)
+            self.experience.decide(self._parts[row], self._entropy_parts, *batch, out_routes)
             return
         if self.needs_hidden:
             blocks = kernels.gain_parts(

@@ -1,8 +1,9 @@
 """Routing by experience: what each drafter's drafts have been worth, over what its rounds cost; no training.
 
-A request's last rounds say what a drafter is worth to it, all requests' rounds what it is worth where it has not
-drafted for this one, and a drafter that looks its drafts up says beforehand what it has found. A batch is decided as a
-whole: two drafters in one round cost both, so that a second one must be worth that to the requests that take it.
+What a drafter is expected to bring is what its drafts have been worth to all requests where the target was as certain
+(its entropy, nats), or of what it forecasts itself, if it looks its drafts up, as much as came true; and as many times
+of that as a request's own last rounds brought. A batch is decided as a whole: two drafters in one round cost both, so
+that a second one must be worth that to the requests that take it.
 
 Shape legend: R requests of the batch, S slots, N drafters.
 """
@@ -16,64 +17,89 @@ import torch
 import triton
 import triton.language as tl
 
+from vllm_crossspec.router.kernels import merged_entropy
+
 OWN_MEMORY, ALL_MEMORY = 0.85, 0.99
-"""What a round counts after the next one: of a request, of all requests."""
+"""What a round counts after the next one with that drafter: of a request, of all requests."""
+FADE = 0.998
+"""What is left, after a round of others, of what is known of a drafter that did not draft: text may have changed."""
 PRIOR_ROUNDS = 4.0
-"""Rounds that count as much as what is expected without any; of a request, as what is known of all."""
-PRIOR_FORECAST = 16.0
-"""Draft tokens forecast to a request that count as much as what all requests' forecasts were worth."""
+"""Rounds, or forecast tokens, that count as much as what is expected without any."""
+PRIOR_AT_LEVEL = 8.0
+"""Those at one level of certainty that count as much as those at all of them."""
+PRIOR_OWN = 16.0
+"""Draft tokens expected in a request's own rounds that count as much as what all requests have shown."""
+LEVELS = 4
+LEVEL_EDGES = (0.5, 1.5, 3.0)
+"""Entropies, nats, at which the next level of certainty begins."""
 PROBE_EVERY = 64
 """Rounds between two in which the whole batch tries a drafter, by turns: exploring costs one round of these at most."""
-EARLY_TURNS, EARLY_EVERY = 4, 4
+EARLY_TURNS, EARLY_EVERY = 2, 4
 """At first nothing is known: so many turns of all drafters with so few rounds between two, whatever is expected."""
 HOPE = 2.0
-"""A drafter is tried where so many times the accepted drafts that are expected of it would make it the best."""
-ALWAYS_EVERY = 4
-"""Turns of all drafters of which in one they are tried whatever is expected: text may have changed."""
+"""A drafter is tried where 1 + HOPE / sqrt(its rounds + 1) times the accepted drafts that are expected of it would make
+it the best: the less is known, the more may be hoped."""
 MAX_TOGETHER = 2
 """Most drafters of one round."""
 
 UNCONDITIONAL = 1e6
 """A hope that makes any drafter the best that drafts at all."""
 
-_OWN_MEMORY, _ALL_MEMORY = tl.constexpr(OWN_MEMORY), tl.constexpr(ALL_MEMORY)
-_PRIOR, _PRIOR_FORECAST = tl.constexpr(PRIOR_ROUNDS), tl.constexpr(PRIOR_FORECAST)
-_ROWS = tl.constexpr(64)
+_OWN_MEMORY, _ALL_MEMORY, _FADE = tl.constexpr(OWN_MEMORY), tl.constexpr(ALL_MEMORY), tl.constexpr(FADE)
+_PRIOR, _PRIOR_AT_LEVEL, _PRIOR_OWN = (tl.constexpr(x) for x in (PRIOR_ROUNDS, PRIOR_AT_LEVEL, PRIOR_OWN))
+_LEVELS, (_EDGE_1, _EDGE_2, _EDGE_3) = tl.constexpr(LEVELS), (tl.constexpr(edge) for edge in LEVEL_EDGES)
+_ROWS, _ENTROPY_ROWS = tl.constexpr(64), tl.constexpr(16)
 
 
 class Known(NamedTuple):
     """What is known of drafts; float32, on the device.
 
+    A drafter's drafts are counted per round, or per draft token that it forecast: its *measure*. Old rounds count less.
+
     Attributes:
-        own: [S, N, 4] tokens of a request's rounds with each drafter, the bonus token included, and their number; of
-            those with a forecast, accepted draft tokens, and how many had been forecast. Old rounds count less.
-        every: [N, 4] the same of all requests.
+        own: [S, N, 2] a request's accepted drafts in rounds with each drafter, and how many had been expected.
+        every: [N, LEVELS, 2] of all requests, by how certain the target was: accepted drafts, and their measure.
         priors: [N] tokens of a round before anything is known.
+        entropy: [S] by row of the batch, nats: of the target where the round begins.
         forecasts: [S, N] by row of the batch: draft tokens that are expected to be accepted; negative: no forecast.
-        last_forecast: [S] by slot: of the drafter that drafted last, negative for none.
+        last: [S, 3] by slot, of the last round: its measure, its level, the accepted drafts that were expected.
     """
 
     own: torch.Tensor
     every: torch.Tensor
     priors: torch.Tensor
+    entropy: torch.Tensor
     forecasts: torch.Tensor
-    last_forecast: torch.Tensor
+    last: torch.Tensor
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _learn_kernel(
-    own_ptr,  # float32 [S, N, 4]
-    every_ptr,  # float32 [N, 4]
-    last_forecast_ptr,  # float32 [S]
+    own_ptr,  # float32 [S, N, 2]
+    every_ptr,  # float32 [N, LEVELS, 2]
+    entropy_ptr,  # float32 [S] out, its first R
+    last_ptr,  # float32 [S, 3]
+    entropy_parts_ptr,  # float32 [R, splits, 3]
     idx_mapping_ptr,  # int [R]
     num_sampled_ptr,  # int32 [R]
     previous_ptr,  # int32 [S]
     num_rows,
     DRAFTERS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
 ):
-    row = tl.arange(0, _ROWS)
+    row, level = tl.arange(0, _ROWS), tl.arange(0, _LEVELS)
+    rounds = 0
+    for start in range(0, num_rows, _ROWS):
+        inside = start + row < num_rows
+        slot = tl.load(idx_mapping_ptr + start + row, mask=inside, other=-1).to(tl.int64)
+        tokens = tl.load(num_sampled_ptr + start + row, mask=inside, other=0)
+        previous = tl.load(previous_ptr + tl.maximum(slot, 0), mask=slot >= 0, other=-1)
+        rounds += tl.sum(((previous >= 0) & (tokens > 0)).to(tl.int32), axis=0)
     for drafter in tl.static_range(DRAFTERS):
-        tokens_of_all, rounds_of_all, accepted, forecast_of_all = 0.0, 0.0, 0.0, 0.0
+        count = tl.zeros([_LEVELS], tl.float32)
+        accepted = tl.zeros([_LEVELS], tl.float32)
+        measured = tl.zeros([_LEVELS], tl.float32)
         for start in range(0, num_rows, _ROWS):
             inside = start + row < num_rows
             slot = tl.load(idx_mapping_ptr + start + row, mask=inside, other=-1).to(tl.int64)
@@ -81,40 +107,50 @@ def _learn_kernel(
             mine = (slot >= 0) & (tokens > 0)
             slot = tl.maximum(slot, 0)
             mine = mine & (tl.load(previous_ptr + slot, mask=mine, other=-1) == drafter)
-            forecast = tl.load(last_forecast_ptr + slot, mask=mine, other=-1.0)
-            was_forecast = mine & (forecast >= 0.0)
-            drafts = tl.where(was_forecast, tokens - 1.0, 0.0)
-            forecast = tl.where(was_forecast, forecast, 0.0)
-            at = own_ptr + (slot * DRAFTERS + drafter) * 4
-            tl.store(at, tl.load(at, mask=mine, other=0.0) * _OWN_MEMORY + tokens, mask=mine)
-            tl.store(at + 1, tl.load(at + 1, mask=mine, other=0.0) * _OWN_MEMORY + 1.0, mask=mine)
-            tl.store(at + 2, tl.load(at + 2, mask=mine, other=0.0) * _OWN_MEMORY + drafts, mask=mine)
-            tl.store(at + 3, tl.load(at + 3, mask=mine, other=0.0) * _OWN_MEMORY + forecast, mask=mine)
-            tokens_of_all += tl.sum(tl.where(mine, tokens, 0.0), axis=0)
-            rounds_of_all += tl.sum(mine.to(tl.float32), axis=0)
-            accepted += tl.sum(drafts, axis=0)
-            forecast_of_all += tl.sum(forecast, axis=0)
-        if rounds_of_all > 0:
-            at = every_ptr + drafter * 4
-            tl.store(at, tl.load(at) * _ALL_MEMORY + tokens_of_all)
-            tl.store(at + 1, tl.load(at + 1) * _ALL_MEMORY + rounds_of_all)
-            tl.store(at + 2, tl.load(at + 2) * _ALL_MEMORY + accepted)
-            tl.store(at + 3, tl.load(at + 3) * _ALL_MEMORY + forecast_of_all)
+            measure = tl.load(last_ptr + slot * 3, mask=mine, other=0.0)
+            level_then = tl.load(last_ptr + slot * 3 + 1, mask=mine, other=0.0).to(tl.int32)
+            expected = tl.load(last_ptr + slot * 3 + 2, mask=mine, other=0.0)
+            at = own_ptr + (slot * DRAFTERS + drafter) * 2
+            tl.store(at, tl.load(at, mask=mine, other=0.0) * _OWN_MEMORY + tokens - 1.0, mask=mine)
+            tl.store(at + 1, tl.load(at + 1, mask=mine, other=0.0) * _OWN_MEMORY + expected, mask=mine)
+            there = mine[:, None] & (level_then[:, None] == level[None, :])
+            count += tl.sum(there.to(tl.float32), axis=0)
+            accepted += tl.sum(tl.where(there, tokens[:, None] - 1.0, 0.0), axis=0)
+            measured += tl.sum(tl.where(there, measure[:, None], 0.0), axis=0)
+        drafted = tl.sum(count, axis=0) > 0
+        kept = tl.where(drafted, tl.where(count > 0, _ALL_MEMORY, 1.0), tl.where(rounds > 0, _FADE, 1.0))
+        known = every_ptr + (drafter * _LEVELS + level) * 2
+        tl.store(known, tl.load(known) * kept + accepted)
+        tl.store(known + 1, tl.load(known + 1) * kept + measured)
+
+    row, split = tl.arange(0, _ENTROPY_ROWS), tl.arange(0, BLOCK_S)
+    for start in range(0, num_rows, _ENTROPY_ROWS):
+        r = start + row
+        slot = tl.load(idx_mapping_ptr + r, mask=r < num_rows, other=-1)
+        decides = (slot >= 0) & (tl.load(num_sampled_ptr + r, mask=r < num_rows, other=0) > 0)
+        is_part = decides[:, None] & (split < SPLITS)[None, :]
+        entropy = merged_entropy(entropy_parts_ptr + (r.to(tl.int64) * SPLITS * 3)[:, None], split, is_part)
+        tl.store(entropy_ptr + r, tl.where(decides, entropy, 0.0), mask=r < num_rows)
 
 
 @triton.jit
-def _expected(own_ptr, every_ptr, priors_ptr, forecasts_ptr, slot, row, decides, drafter, DRAFTERS: tl.constexpr):
-    """Tokens of a round with a drafter, for some rows of the batch."""
-    of_all = every_ptr + drafter * 4
-    mean = (tl.load(of_all) + tl.load(priors_ptr + drafter) * _PRIOR) / (tl.load(of_all + 1) + _PRIOR)
-    own = own_ptr + (slot * DRAFTERS + drafter) * 4
-    tokens = tl.load(own, mask=decides, other=0.0) + mean * _PRIOR
-    expected = tokens / (tl.load(own + 1, mask=decides, other=0.0) + _PRIOR)
-    forecast = tl.load(forecasts_ptr + row * DRAFTERS + drafter, mask=decides, other=-1.0)
-    trust = (tl.load(of_all + 2) + _PRIOR) / (tl.load(of_all + 3) + _PRIOR)
-    accepted = tl.load(own + 2, mask=decides, other=0.0) + trust * _PRIOR_FORECAST
-    trust = accepted / (tl.load(own + 3, mask=decides, other=0.0) + _PRIOR_FORECAST)
-    return tl.where(forecast >= 0.0, 1.0 + forecast * trust, expected)
+def _all_levels(every_ptr, drafter):
+    """Accepted drafts of a drafter, and their measure."""
+    at = every_ptr + (drafter * _LEVELS + tl.arange(0, _LEVELS)) * 2
+    return tl.sum(tl.load(at), axis=0), tl.sum(tl.load(at + 1), axis=0)
+
+
+@triton.jit
+def _of_all(every_ptr, priors_ptr, forecast, level, drafter):
+    """The measure of a round with a drafter, and the accepted drafts that all requests' rounds let expect of it."""
+    is_forecast = forecast >= 0.0
+    measure = tl.where(is_forecast, forecast, 1.0)
+    accepted, measured = _all_levels(every_ptr, drafter)
+    prior = tl.where(is_forecast, 1.0, tl.load(priors_ptr + drafter) - 1.0)
+    mean = (accepted + prior * _PRIOR) / (measured + _PRIOR)
+    at = every_ptr + (drafter * _LEVELS + level) * 2
+    rate = (tl.load(at) + mean * _PRIOR_AT_LEVEL) / (tl.load(at + 1) + _PRIOR_AT_LEVEL)
+    return measure, measure * rate
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_sets", "probe", "hope"])
@@ -122,8 +158,9 @@ def _choose_kernel(
     own_ptr,
     every_ptr,
     priors_ptr,
+    entropy_ptr,
     forecasts_ptr,
-    last_forecast_ptr,
+    last_ptr,
     costs_ptr,  # float32 [3, N] seconds of the batch: drafting, verification, switch
     owners_ptr,  # int32 [N] whose cache each drafter uses
     sets_ptr,  # int32 [sets] drafters of a round as bits, single ones first
@@ -139,6 +176,8 @@ def _choose_kernel(
 ):
     row = tl.arange(0, _ROWS)
     best_value, best_set = 0.0, 1
+    _, rounds = _all_levels(every_ptr, tl.maximum(probe, 0))
+    hope = 1.0 + hope / tl.sqrt(rounds + 1.0)
     # The last turn decides with the set that was best; those before only look what a set is worth, and the one between
     # whether the drafter that is to be tried could be the best.
     for turn in range(num_sets + 2):
@@ -163,11 +202,18 @@ def _choose_kernel(
             worth = tl.full([_ROWS], float("-inf"), tl.float32)
             tokens = tl.zeros([_ROWS], tl.float32)
             seconds = tl.zeros([_ROWS], tl.float32)
-            chosen_forecast = tl.full([_ROWS], -1.0, tl.float32)
+            entropy = tl.load(entropy_ptr + start + row, mask=decides, other=0.0)
+            level = (entropy >= _EDGE_1).to(tl.int32) + (entropy >= _EDGE_2).to(tl.int32)
+            level += (entropy >= _EDGE_3).to(tl.int32)
+            measure = tl.zeros([_ROWS], tl.float32)
+            awaited = tl.zeros([_ROWS], tl.float32)
             for drafter in tl.static_range(DRAFTERS):
-                expected = _expected(
-                    own_ptr, every_ptr, priors_ptr, forecasts_ptr, slot, start + row, decides, drafter, DRAFTERS
-                )
+                forecast = tl.load(forecasts_ptr + (start + row) * DRAFTERS + drafter, mask=decides, other=-1.0)
+                counted, of_all = _of_all(every_ptr, priors_ptr, forecast, level, drafter)
+                shown = own_ptr + (slot * DRAFTERS + drafter) * 2
+                times = tl.load(shown, mask=decides, other=0.0) + _PRIOR_OWN
+                times = times / (tl.load(shown + 1, mask=decides, other=0.0) + _PRIOR_OWN)
+                expected = 1.0 + of_all * times
                 is_switch = (previous >= 0) & (owner != tl.load(owners_ptr + drafter))
                 own = tl.load(costs_ptr + DRAFTERS + drafter)
                 own = own + tl.where(is_switch, tl.load(costs_ptr + 2 * DRAFTERS + drafter), 0.0)
@@ -180,15 +226,17 @@ def _choose_kernel(
                 route = tl.where(takes, drafter, route)
                 tokens = tl.where(takes, expected, tokens)
                 seconds = tl.where(takes, own, seconds)
-                forecast = tl.load(forecasts_ptr + (start + row) * DRAFTERS + drafter, mask=decides, other=-1.0)
-                chosen_forecast = tl.where(takes, forecast, chosen_forecast)
+                measure = tl.where(takes, counted, measure)
+                awaited = tl.where(takes, of_all, awaited)
             all_tokens += tl.sum(tl.where(decides, tokens, 0.0), axis=0)
             all_seconds += tl.sum(tl.where(decides, seconds, 0.0), axis=0)
             num_deciding += tl.sum(decides.to(tl.float32), axis=0)
             if is_last:
                 tl.store(routes_ptr + start + row, tl.where(decides, route, -1), mask=inside)
                 tl.store(previous_ptr + slot, route, mask=decides)
-                tl.store(last_forecast_ptr + slot, chosen_forecast, mask=decides)
+                tl.store(last_ptr + slot * 3, measure, mask=decides)
+                tl.store(last_ptr + slot * 3 + 1, level.to(tl.float32), mask=decides)
+                tl.store(last_ptr + slot * 3 + 2, awaited, mask=decides)
         if num_deciding > 0:
             value = all_tokens / (draft + all_seconds / num_deciding)
             is_better = (value > best_value) & (turn <= num_sets)
@@ -221,11 +269,12 @@ class Experience:
         num_drafters = len(owners)
         exact = {"dtype": torch.float32, "device": device}
         self.known = Known(
-            own=torch.zeros(max_num_reqs, num_drafters, 4, **exact),
-            every=torch.zeros(num_drafters, 4, **exact),
+            own=torch.zeros(max_num_reqs, num_drafters, 2, **exact),
+            every=torch.zeros(num_drafters, LEVELS, 2, **exact),
             priors=torch.tensor(priors, **exact),
+            entropy=torch.zeros(max_num_reqs, **exact),
             forecasts=torch.full((max_num_reqs, num_drafters), -1.0, **exact),
-            last_forecast=torch.full((max_num_reqs,), -1.0, **exact),
+            last=torch.zeros(max_num_reqs, 3, **exact),
         )
         self.owners = torch.tensor(owners, dtype=torch.int32, device=device)
         self.sets = torch.tensor(drafter_sets(num_drafters), dtype=torch.int32, device=device)
@@ -234,6 +283,7 @@ class Experience:
     def decide(
         self,
         costs: torch.Tensor,
+        entropy_parts: torch.Tensor,
         idx_mapping: torch.Tensor,
         num_sampled: torch.Tensor,
         previous: torch.Tensor,
@@ -244,16 +294,20 @@ class Experience:
         Args:
             costs: float32 [3, N] seconds of this batch: drafting by each drafter, the target's pass over its drafts,
                 all requests' coming to it from another.
+            entropy_parts: float32 [at least R, splits, 3] from ``kernels.entropy_parts``.
             idx_mapping: int [R] slot of each request; negative entries are padding.
             num_sampled: int32 [at least R] tokens accepted in this step; 0 inside a prompt.
             previous: int32 [S] last drafter of every slot, -1 for none; takes the new one.
             routes: int32 [at least R], written; -1 for padding and inside prompts.
         """
         known, num_rows, num_drafters = self.known, idx_mapping.shape[0], self.owners.shape[0]
+        splits = entropy_parts.shape[1]
+        assert entropy_parts.is_contiguous() and entropy_parts.shape[0] >= num_rows
         batch = (idx_mapping, num_sampled, previous)
         _learn_kernel[(1,)](
-            known.own, known.every, known.last_forecast, *batch, num_rows, DRAFTERS=num_drafters, num_warps=1
-        )
+            known.own, known.every, known.entropy, known.last, entropy_parts, *batch, num_rows,
+            DRAFTERS=num_drafters, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), num_warps=1,
+        )  # fmt: skip
         _choose_kernel[(1,)](
             *known, costs, self.owners, self.sets, self.sets.shape[0], *batch, routes, num_rows, *self._probe(),
             DRAFTERS=num_drafters, num_warps=1,
@@ -270,7 +324,7 @@ class Experience:
 
 
 def probe_of(number: int, tried: Sequence[int]) -> tuple[int, float]:
-    """The drafter that is to be tried in a round, -1 for none, and how often what is expected of it is to be hoped.
+    """The drafter that is to be tried in a round, -1 for none, and how much is to be hoped of it; see ``HOPE``.
 
     Args:
         number: of the round, from 1.
@@ -280,9 +334,7 @@ def probe_of(number: int, tried: Sequence[int]) -> tuple[int, float]:
     tries, between = divmod(number, EARLY_EVERY) if number <= early else divmod(number - early, PROBE_EVERY)
     if not tried or between or not tries:
         return -1, HOPE
-    turn, place = divmod(tries - 1, len(tried))
-    always = number <= early or turn % ALWAYS_EVERY == 0
-    return tried[place], UNCONDITIONAL if always else HOPE
+    return tried[(tries - 1) % len(tried)], UNCONDITIONAL if number <= early else HOPE
 
 
 def drafter_sets(num_drafters: int) -> list[int]:

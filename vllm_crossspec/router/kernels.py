@@ -283,7 +283,7 @@ class Decision(NamedTuple):
 
 
 @triton.jit
-def _merged_entropy(parts, split, is_part):
+def merged_entropy(parts, split, is_part):
     """Entropy [BLOCK_R] of rows whose parts begin at ``parts`` [BLOCK_R, 1]."""
     at = parts + (split * 3)[None, :]
     maxima = tl.load(at, mask=is_part, other=float("-inf"))
@@ -344,7 +344,7 @@ def _decide_kernel(
     elif POLICY == _ENTROPY:
         split = tl.arange(0, BLOCK_S)
         is_part = decides[:, None] & (split < SPLITS)[None, :]
-        entropy = _merged_entropy(entropy_parts_ptr + (r * SPLITS * 3)[:, None], split, is_part)
+        entropy = merged_entropy(entropy_parts_ptr + (r * SPLITS * 3)[:, None], split, is_part)
         entropy = tl.where(decides, entropy, 0.0)
         tl.store(entropy_ptr + r, entropy, mask=inside)
         for i in tl.static_range(GAINS):

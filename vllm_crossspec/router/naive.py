@@ -1,9 +1,21 @@
 """The router in plain PyTorch: the truth that the kernels are tested against."""
 
+import math
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
-from vllm_crossspec.router.experience import ALL_MEMORY, OWN_MEMORY, PRIOR_FORECAST, PRIOR_ROUNDS
+from vllm_crossspec.router.experience import (
+    ALL_MEMORY,
+    FADE,
+    LEVEL_EDGES,
+    LEVELS,
+    OWN_MEMORY,
+    PRIOR_AT_LEVEL,
+    PRIOR_OWN,
+    PRIOR_ROUNDS,
+)
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
@@ -92,6 +104,25 @@ def settle(
     return routes
 
 
+class Round(NamedTuple):
+    """A request's round with a drafter.
+
+    Attributes:
+        slot: of the request.
+        drafter: its number.
+        tokens: that it brought, the bonus token included.
+        entropy: of the target where it began, nats.
+        measure, awaited: what :meth:`Learned.of_all` said of it then.
+    """
+
+    slot: int
+    drafter: int
+    tokens: float
+    entropy: float
+    measure: float
+    awaited: float
+
+
 class Learned:
     """What a request and all of them have shown of every drafter, in plain numbers; see ``experience``.
 
@@ -102,34 +133,42 @@ class Learned:
     def __init__(self, priors: list[float]):
         self.priors = priors
         self.own: dict[int, list[list[float]]] = {}
-        self.every = self._nothing()
+        self.every = [[[0.0, 0.0] for _ in range(LEVELS)] for _ in priors]
 
-    def learn(self, rounds: list[tuple[int, int, int, float]]) -> None:
-        """Take in rounds of a batch: slot, drafter, tokens, and what had been forecast (negative: nothing)."""
-        for drafter, known in enumerate(self.every):
-            total = [0.0] * 4
-            for slot, other, tokens, forecast in rounds:
-                if other != drafter:
-                    continue
-                new = [tokens, 1.0, *((tokens - 1, forecast) if forecast >= 0 else (0.0, 0.0))]
-                own = self.own.setdefault(slot, self._nothing())[drafter]
-                own[:] = [OWN_MEMORY * old + more for old, more in zip(own, new, strict=True)]
-                total = [old + more for old, more in zip(total, new, strict=True)]
-            if total[1]:
-                known[:] = [ALL_MEMORY * old + more for old, more in zip(known, total, strict=True)]
+    def learn(self, rounds: list[Round]) -> None:
+        """Take in the rounds of a batch."""
+        for drafter, levels in enumerate(self.every):
+            mine = [r for r in rounds if r.drafter == drafter]
+            for r in mine:
+                own = self.own.setdefault(r.slot, [[0.0, 0.0] for _ in self.priors])[drafter]
+                own[:] = [OWN_MEMORY * own[0] + r.tokens - 1, OWN_MEMORY * own[1] + r.awaited]
+            for level, known in enumerate(levels):
+                there = [r for r in mine if _level(r.entropy) == level]
+                kept = (ALL_MEMORY if there else 1.0) if mine else FADE if rounds else 1.0
+                known[0] = kept * known[0] + sum(r.tokens - 1 for r in there)
+                known[1] = kept * known[1] + sum(r.measure for r in there)
 
-    def expected(self, slot: int, drafter: int, forecast: float) -> float:
+    def expected(self, slot: int, drafter: int, forecast: float, entropy: float = 0.0) -> float:
         """Tokens of the next round of a request with a drafter."""
-        tokens, rounds, accepted, forecasts = self.every[drafter]
-        own = self.own.get(slot, self._nothing())[drafter]
-        if forecast >= 0:
-            trust = (accepted + PRIOR_ROUNDS) / (forecasts + PRIOR_ROUNDS)
-            return 1 + forecast * (own[2] + PRIOR_FORECAST * trust) / (own[3] + PRIOR_FORECAST)
-        mean = (tokens + PRIOR_ROUNDS * self.priors[drafter]) / (rounds + PRIOR_ROUNDS)
-        return (own[0] + PRIOR_ROUNDS * mean) / (own[1] + PRIOR_ROUNDS)
+        accepted, awaited = self.own[slot][drafter] if slot in self.own else (0.0, 0.0)
+        of_all = self.of_all(drafter, forecast, entropy)[1]
+        return 1 + of_all * (accepted + PRIOR_OWN) / (awaited + PRIOR_OWN)
 
-    def _nothing(self) -> list[list[float]]:
-        return [[0.0] * 4 for _ in self.priors]
+    def hope(self, drafter: int, hope: float) -> float:
+        """How many times the accepted drafts that are expected of a drafter may come, for one that is to be tried."""
+        return 1 + hope / math.sqrt(1 + sum(measured for _, measured in self.every[drafter]))
+
+    def of_all(self, drafter: int, forecast: float, entropy: float) -> tuple[float, float]:
+        """The measure of a round with a drafter, and the accepted drafts that all requests' rounds let expect of it."""
+        measure, prior = (forecast, 1.0) if forecast >= 0 else (1.0, self.priors[drafter] - 1)
+        accepted, measured = map(sum, zip(*self.every[drafter], strict=True))
+        mean = (accepted + PRIOR_ROUNDS * prior) / (measured + PRIOR_ROUNDS)
+        accepted, measured = self.every[drafter][_level(entropy)]
+        return measure, measure * (accepted + PRIOR_AT_LEVEL * mean) / (measured + PRIOR_AT_LEVEL)
+
+
+def _level(entropy: float) -> int:
+    return sum(entropy >= edge for edge in LEVEL_EDGES)
 
 
 def route_by_experience(

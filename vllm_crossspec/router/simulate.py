@@ -16,7 +16,7 @@ import torch
 
 from vllm_crossspec.router.costs import RoundCosts
 from vllm_crossspec.router.experience import probe_of
-from vllm_crossspec.router.naive import Learned, route_by_experience
+from vllm_crossspec.router.naive import Learned, Round, route_by_experience
 
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """(records int64 [A], drafters of the rounds before int64 [A], -1 at the beginning) -> drafters int64 [A]."""
@@ -151,6 +151,7 @@ def by_gain(gains: torch.Tensor, thresholds: Sequence[float]) -> Rule:
 def by_experience(
     trajectories: Trajectories,
     forecasts: torch.Tensor,
+    entropy: torch.Tensor,
     priors: Sequence[float],
     tried: Sequence[int],
     costs: RoundCosts,
@@ -161,6 +162,7 @@ def by_experience(
     Args:
         trajectories: of the texts, in the order in which they are asked for.
         forecasts: [M, N] draft tokens that are expected to be accepted, negative where a drafter does not say.
+        entropy: [M] of the target, nats.
         priors: [N] tokens of a round with each drafter before anything is known.
         tried: drafters that are tried every now and then, by turns.
         costs: of a round.
@@ -172,18 +174,21 @@ def by_experience(
     owners, singles = list(costs.owners or range(num_drafters)), [1 << drafter for drafter in range(num_drafters)]
     learned = Learned(list(priors))
     steps = torch.minimum(lengths, known[:, None]).clamp(min=1).tolist()
-    said = forecasts.tolist()
+    said, uncertain = forecasts.tolist(), entropy.tolist()
     routes, num_rounds = torch.full((len(steps),), num_drafters - 1), 0
     for text, (at, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         before = -1
         while at < end:
             num_rounds += 1
-            probe = probe_of(num_rounds, tried)
-            foreseen = said[at]
-            expected = [[learned.expected(text, drafter, foreseen[drafter]) for drafter in range(num_drafters)]]
-            before = route_by_experience(expected, tables, owners, [before], singles, *probe, 1)[0]
+            probe, hope = probe_of(num_rounds, tried)
+            expected = [
+                [learned.expected(text, drafter, said[at][drafter], uncertain[at]) for drafter in range(num_drafters)]
+            ]
+            hope = learned.hope(max(probe, 0), hope)
+            before = route_by_experience(expected, tables, owners, [before], singles, probe, hope, 1)[0]
             routes[at] = before
-            learned.learn([(text, before, steps[at][before], foreseen[before])])
+            awaited = learned.of_all(before, said[at][before], uncertain[at])
+            learned.learn([Round(text, before, steps[at][before], uncertain[at], *awaited)])
             at += steps[at][before]
     return by_record(routes)
 

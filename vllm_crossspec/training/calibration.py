@@ -175,7 +175,8 @@ def goodput_rule(records: Records, value: Value) -> Rule:
     depths = records.facts.depths
     tried = [drafter for drafter, foreseen in enumerate((records.forecasts >= 0).any(dim=0).tolist()) if not foreseen]
     priors = list(map(expected_tokens, depths))
-    return simulate.by_experience(paths, records.forecasts, priors, tried, value.costs, value.batch_size)
+    known = (records.forecasts, records.entropy, priors, tried)
+    return simulate.by_experience(paths, *known, value.costs, value.batch_size)
 
 
 def table(records: Records, rules: dict[str, Rule], value: Value) -> list[Row]:
