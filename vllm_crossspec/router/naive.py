@@ -161,8 +161,8 @@ class Learned:
     def of_all(self, drafter: int, forecast: float, entropy: float) -> tuple[float, float]:
         """The measure of a round with a drafter, and the accepted drafts that all requests' rounds let expect of it."""
         measure, prior = (forecast, 1.0) if forecast >= 0 else (1.0, self.priors[drafter] - 1)
-        accepted, measured = map(sum, zip(*self.every[drafter], strict=True))
-        mean = (accepted + PRIOR_ROUNDS * prior) / (measured + PRIOR_ROUNDS)
+        mean = sum(accepted for accepted, _ in self.every[drafter]) + PRIOR_ROUNDS * prior
+        mean /= sum(measured for _, measured in self.every[drafter]) + PRIOR_ROUNDS
         accepted, measured = self.every[drafter][_level(entropy)]
         return measure, measure * (accepted + PRIOR_AT_LEVEL * mean) / (measured + PRIOR_AT_LEVEL)
 
