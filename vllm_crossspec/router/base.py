@@ -89,7 +89,7 @@ class Router:
             self.experience = _experience(settings, max_num_reqs, device)
         self.needs_logits = kind.needs_logits or self.experience is not None
         self.needs_hidden = kind.needs_hidden and self.experience is None
-        self.num_launches = 1 + self.needs_logits + self.needs_hidden + (self.experience is not None)
+        self.num_launches = 1 + self.needs_logits + self.needs_hidden + 2 * (self.experience is not None)
 
         def filled(*shape: int, value: float = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
@@ -193,7 +193,8 @@ class Router:
         num_sampled: torch.Tensor,
         out_routes: torch.Tensor,
     ) -> None:
-        """Choose a drafter for every request: one launch, two where the policy reads the hidden state or learns.
+        """Choose a drafter for every request: one launch, two where the policy reads the hidden state, three where
+        it learns.
 
         Args:
             hidden_states: [T, H] final states of the target, after its last norm.

@@ -48,7 +48,8 @@ UNCONDITIONAL = 1e6
 _OWN_MEMORY, _ALL_MEMORY, _FADE = tl.constexpr(OWN_MEMORY), tl.constexpr(ALL_MEMORY), tl.constexpr(FADE)
 _PRIOR, _PRIOR_AT_LEVEL, _PRIOR_OWN = (tl.constexpr(x) for x in (PRIOR_ROUNDS, PRIOR_AT_LEVEL, PRIOR_OWN))
 _LEVELS, (_EDGE_1, _EDGE_2, _EDGE_3) = tl.constexpr(LEVELS), (tl.constexpr(edge) for edge in LEVEL_EDGES)
-_ROWS, _ENTROPY_ROWS = tl.constexpr(64), tl.constexpr(16)
+EXPECT_ROWS = 16
+_ROWS, _EXPECT_ROWS = tl.constexpr(64), tl.constexpr(EXPECT_ROWS)
 
 
 class Known(NamedTuple):
@@ -62,6 +63,8 @@ class Known(NamedTuple):
         priors: [N] tokens of a round before anything is known.
         entropy: [S] by row of the batch, nats: of the target where the round begins.
         forecasts: [S, N] by row of the batch: draft tokens that are expected to be accepted; negative: no forecast.
+        expected: [S, N, 3] by row of the batch: tokens of a round with each drafter; its measure, and the accepted
+            drafts that all requests' rounds let expect of it.
         last: [S, 3] by slot, of the last round: its measure, its level, the accepted drafts that were expected.
     """
 
@@ -70,6 +73,7 @@ class Known(NamedTuple):
     priors: torch.Tensor
     entropy: torch.Tensor
     forecasts: torch.Tensor
+    expected: torch.Tensor
     last: torch.Tensor
 
 
@@ -77,16 +81,12 @@ class Known(NamedTuple):
 def _learn_kernel(
     own_ptr,  # float32 [S, N, 2]
     every_ptr,  # float32 [N, LEVELS, 2]
-    entropy_ptr,  # float32 [S] out, its first R
     last_ptr,  # float32 [S, 3]
-    entropy_parts_ptr,  # float32 [R, splits, 3]
     idx_mapping_ptr,  # int [R]
     num_sampled_ptr,  # int32 [R]
     previous_ptr,  # int32 [S]
     num_rows,
     DRAFTERS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
 ):
     row, level = tl.arange(0, _ROWS), tl.arange(0, _LEVELS)
     rounds = 0
@@ -123,15 +123,6 @@ def _learn_kernel(
         tl.store(known, tl.load(known) * kept + accepted)
         tl.store(known + 1, tl.load(known + 1) * kept + measured)
 
-    row, split = tl.arange(0, _ENTROPY_ROWS), tl.arange(0, BLOCK_S)
-    for start in range(0, num_rows, _ENTROPY_ROWS):
-        r = start + row
-        slot = tl.load(idx_mapping_ptr + r, mask=r < num_rows, other=-1)
-        decides = (slot >= 0) & (tl.load(num_sampled_ptr + r, mask=r < num_rows, other=0) > 0)
-        is_part = decides[:, None] & (split < SPLITS)[None, :]
-        entropy = merged_entropy(entropy_parts_ptr + (r.to(tl.int64) * SPLITS * 3)[:, None], split, is_part)
-        tl.store(entropy_ptr + r, tl.where(decides, entropy, 0.0), mask=r < num_rows)
-
 
 @triton.jit
 def _all_levels(every_ptr, drafter):
@@ -141,26 +132,63 @@ def _all_levels(every_ptr, drafter):
 
 
 @triton.jit
-def _of_all(every_ptr, priors_ptr, forecast, level, drafter):
-    """The measure of a round with a drafter, and the accepted drafts that all requests' rounds let expect of it."""
-    is_forecast = forecast >= 0.0
-    measure = tl.where(is_forecast, forecast, 1.0)
-    accepted, measured = _all_levels(every_ptr, drafter)
-    prior = tl.where(is_forecast, 1.0, tl.load(priors_ptr + drafter) - 1.0)
-    mean = (accepted + prior * _PRIOR) / (measured + _PRIOR)
-    at = every_ptr + (drafter * _LEVELS + level) * 2
-    rate = (tl.load(at) + mean * _PRIOR_AT_LEVEL) / (tl.load(at + 1) + _PRIOR_AT_LEVEL)
-    return measure, measure * rate
+def _level(entropy):
+    """Of certainty."""
+    level = (entropy >= _EDGE_1).to(tl.int32) + (entropy >= _EDGE_2).to(tl.int32)
+    return level + (entropy >= _EDGE_3).to(tl.int32)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _expect_kernel(
+    own_ptr,  # float32 [S, N, 2]
+    every_ptr,  # float32 [N, LEVELS, 2]
+    priors_ptr,  # float32 [N]
+    forecasts_ptr,  # float32 [S, N]
+    entropy_parts_ptr,  # float32 [R, splits, 3]
+    entropy_ptr,  # float32 [S] out, its first R
+    expected_ptr,  # float32 [S, N, 3] out, its first R
+    idx_mapping_ptr,  # int [R]
+    num_sampled_ptr,  # int32 [R]
+    num_rows,
+    DRAFTERS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    row, split = tl.program_id(0) * _EXPECT_ROWS + tl.arange(0, _EXPECT_ROWS), tl.arange(0, BLOCK_S)
+    inside = row < num_rows
+    slot = tl.load(idx_mapping_ptr + row, mask=inside, other=-1).to(tl.int64)
+    decides = (slot >= 0) & (tl.load(num_sampled_ptr + row, mask=inside, other=0) > 0)
+    slot, row = tl.maximum(slot, 0), row.to(tl.int64)
+    is_part = decides[:, None] & (split < SPLITS)[None, :]
+    entropy = merged_entropy(entropy_parts_ptr + (row * SPLITS * 3)[:, None], split, is_part)
+    entropy = tl.where(decides, entropy, 0.0)
+    tl.store(entropy_ptr + row, entropy, mask=inside)
+    level = _level(entropy)
+    for drafter in tl.static_range(DRAFTERS):
+        forecast = tl.load(forecasts_ptr + row * DRAFTERS + drafter, mask=decides, other=-1.0)
+        is_forecast = forecast >= 0.0
+        measure = tl.where(is_forecast, forecast, 1.0)
+        accepted, measured = _all_levels(every_ptr, drafter)
+        prior = tl.where(is_forecast, 1.0, tl.load(priors_ptr + drafter) - 1.0)
+        mean = (accepted + prior * _PRIOR) / (measured + _PRIOR)
+        known = every_ptr + (drafter * _LEVELS + level) * 2
+        rate = (tl.load(known) + mean * _PRIOR_AT_LEVEL) / (tl.load(known + 1) + _PRIOR_AT_LEVEL)
+        awaited = measure * rate
+        own = own_ptr + (slot * DRAFTERS + drafter) * 2
+        times = tl.load(own, mask=decides, other=0.0) + _PRIOR_OWN
+        times = times / (tl.load(own + 1, mask=decides, other=0.0) + _PRIOR_OWN)
+        out = expected_ptr + (row * DRAFTERS + drafter) * 3
+        tl.store(out, 1.0 + awaited * times, mask=inside)
+        tl.store(out + 1, measure, mask=inside)
+        tl.store(out + 2, awaited, mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_sets", "probe", "hope"])
 def _choose_kernel(
-    own_ptr,
-    every_ptr,
-    priors_ptr,
-    entropy_ptr,
-    forecasts_ptr,
-    last_ptr,
+    every_ptr,  # float32 [N, LEVELS, 2]
+    entropy_ptr,  # float32 [S]
+    expected_ptr,  # float32 [S, N, 3]
+    last_ptr,  # float32 [S, 3] out
     costs_ptr,  # float32 [3, N] seconds of the batch: drafting, verification, switch
     owners_ptr,  # int32 [N] whose cache each drafter uses
     sets_ptr,  # int32 [sets] drafters of a round as bits, single ones first
@@ -202,18 +230,9 @@ def _choose_kernel(
             worth = tl.full([_ROWS], float("-inf"), tl.float32)
             tokens = tl.zeros([_ROWS], tl.float32)
             seconds = tl.zeros([_ROWS], tl.float32)
-            entropy = tl.load(entropy_ptr + start + row, mask=decides, other=0.0)
-            level = (entropy >= _EDGE_1).to(tl.int32) + (entropy >= _EDGE_2).to(tl.int32)
-            level += (entropy >= _EDGE_3).to(tl.int32)
-            measure = tl.zeros([_ROWS], tl.float32)
-            awaited = tl.zeros([_ROWS], tl.float32)
             for drafter in tl.static_range(DRAFTERS):
-                forecast = tl.load(forecasts_ptr + (start + row) * DRAFTERS + drafter, mask=decides, other=-1.0)
-                counted, of_all = _of_all(every_ptr, priors_ptr, forecast, level, drafter)
-                shown = own_ptr + (slot * DRAFTERS + drafter) * 2
-                times = tl.load(shown, mask=decides, other=0.0) + _PRIOR_OWN
-                times = times / (tl.load(shown + 1, mask=decides, other=0.0) + _PRIOR_OWN)
-                expected = 1.0 + of_all * times
+                at = expected_ptr + ((start + row) * DRAFTERS + drafter) * 3
+                expected = tl.load(at, mask=decides, other=1.0)
                 is_switch = (previous >= 0) & (owner != tl.load(owners_ptr + drafter))
                 own = tl.load(costs_ptr + DRAFTERS + drafter)
                 own = own + tl.where(is_switch, tl.load(costs_ptr + 2 * DRAFTERS + drafter), 0.0)
@@ -226,17 +245,17 @@ def _choose_kernel(
                 route = tl.where(takes, drafter, route)
                 tokens = tl.where(takes, expected, tokens)
                 seconds = tl.where(takes, own, seconds)
-                measure = tl.where(takes, counted, measure)
-                awaited = tl.where(takes, of_all, awaited)
             all_tokens += tl.sum(tl.where(decides, tokens, 0.0), axis=0)
             all_seconds += tl.sum(tl.where(decides, seconds, 0.0), axis=0)
             num_deciding += tl.sum(decides.to(tl.float32), axis=0)
             if is_last:
                 tl.store(routes_ptr + start + row, tl.where(decides, route, -1), mask=inside)
                 tl.store(previous_ptr + slot, route, mask=decides)
-                tl.store(last_ptr + slot * 3, measure, mask=decides)
+                taken = expected_ptr + ((start + row) * DRAFTERS + tl.maximum(route, 0)) * 3
+                level = _level(tl.load(entropy_ptr + start + row, mask=decides, other=0.0))
+                tl.store(last_ptr + slot * 3, tl.load(taken + 1, mask=decides, other=0.0), mask=decides)
                 tl.store(last_ptr + slot * 3 + 1, level.to(tl.float32), mask=decides)
-                tl.store(last_ptr + slot * 3 + 2, awaited, mask=decides)
+                tl.store(last_ptr + slot * 3 + 2, tl.load(taken + 2, mask=decides, other=0.0), mask=decides)
         if num_deciding > 0:
             value = all_tokens / (draft + all_seconds / num_deciding)
             is_better = (value > best_value) & (turn <= num_sets)
@@ -245,7 +264,7 @@ def _choose_kernel(
 
 
 class Experience:
-    """What drafts have been worth, and the choice that follows from it: two launches a round, no wait.
+    """What drafts have been worth, and the choice that follows from it: three launches a round, no wait.
 
     Args:
         owners: [N] whose cache each drafter uses, as numbers of drafters.
@@ -274,6 +293,7 @@ class Experience:
             priors=torch.tensor(priors, **exact),
             entropy=torch.zeros(max_num_reqs, **exact),
             forecasts=torch.full((max_num_reqs, num_drafters), -1.0, **exact),
+            expected=torch.zeros(max_num_reqs, num_drafters, 3, **exact),
             last=torch.zeros(max_num_reqs, 3, **exact),
         )
         self.owners = torch.tensor(owners, dtype=torch.int32, device=device)
@@ -304,12 +324,15 @@ class Experience:
         splits = entropy_parts.shape[1]
         assert entropy_parts.is_contiguous() and entropy_parts.shape[0] >= num_rows
         batch = (idx_mapping, num_sampled, previous)
-        _learn_kernel[(1,)](
-            known.own, known.every, known.entropy, known.last, entropy_parts, *batch, num_rows,
+        _learn_kernel[(1,)](known.own, known.every, known.last, *batch, num_rows, DRAFTERS=num_drafters, num_warps=1)
+        _expect_kernel[(triton.cdiv(num_rows, EXPECT_ROWS),)](
+            known.own, known.every, known.priors, known.forecasts, entropy_parts, known.entropy, known.expected,
+            idx_mapping, num_sampled, num_rows,
             DRAFTERS=num_drafters, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), num_warps=1,
         )  # fmt: skip
         _choose_kernel[(1,)](
-            *known, costs, self.owners, self.sets, self.sets.shape[0], *batch, routes, num_rows, *self._probe(),
+            known.every, known.entropy, known.expected, known.last, costs, self.owners, self.sets, self.sets.shape[0],
+            *batch, routes, num_rows, *self._probe(),
             DRAFTERS=num_drafters, num_warps=1,
         )  # fmt: skip
 
