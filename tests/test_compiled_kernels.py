@@ -92,7 +92,7 @@ CASES = {
         (5, 72, 4, (1, 4, 128), torch.float32),
     ],
     "test_router_kernels.test_decisions_equal_naive": [(1, 3), (3, 2)],
-    "test_draft_model.test_rows_are_the_twins": [(3, 3, 9, 6, True), (2, 5, 3, 7, False)],
+    "test_draft_model.test_rows_are_the_twins": [(3, 3, 9, 6, 2, True), (2, 5, 3, 7, 10, False)],
     "test_records.test_batched_levels_get_the_same_inputs": [(1, True), (2, False)],
     "test_heterospec.test_kernel_equals_naive": [(3, 2, 3, 9, "kernels", 0.4)],
 }  # fmt: skip

@@ -32,11 +32,13 @@ def poisoned(num_slots, capacity):
     def full(size, dtype=torch.int64):
         return torch.full((size,), -777, dtype=dtype, device=DEVICE)
 
-    return inputs.PairRows(
+    return inputs.RoundRows(
         input_ids=full(capacity, torch.int32),
         positions=full(capacity),
+        row_slots=full(capacity),
         query_start_loc=full(num_slots + 1, torch.int32),
         seq_lens=full(num_slots, torch.int32),
+        bonus_rows=full(num_slots),
         bonus_positions=full(num_slots),
         request_slots=full(num_slots),
         temperature=full(num_slots, torch.float32),
@@ -68,17 +70,18 @@ def batch(seed, num_reqs, num_slots, longest, max_model_len):
 
 
 @pytest.mark.parametrize("writes", [True, False])
+@pytest.mark.parametrize("num_rows", [2, 3, 10])
 @pytest.mark.parametrize(
     ("num_reqs", "num_slots", "longest", "capacity"),
     [(1, 1, 1, 2), (1, 4, 5, 100), (3, 3, 9, 6), (5, 7, 300, 64), (2, 5, 3, 7), (4, 4, 2, 5)],
 )
-def test_rows_are_the_twins(num_reqs, num_slots, longest, capacity, writes):
+def test_rows_are_the_twins(num_reqs, num_slots, longest, capacity, num_rows, writes):
     step = batch(longest, num_reqs, num_slots, longest, max_model_len=longest + 20)
-    bounds = {"max_model_len": longest + 20, "writes": writes}
+    bounds = {"num_rows": num_rows, "max_model_len": longest + 20, "writes": writes}
     found, wanted = poisoned(num_slots, capacity), poisoned(num_slots, capacity)
-    inputs.prepare_pairs(step, num_reqs, **bounds, out=found)
-    naive.prepare_pairs(step, num_reqs, **bounds, out=wanted)
-    for name, mine, theirs in zip(inputs.PairRows._fields, found, wanted, strict=True):
+    inputs.prepare_rows(step, num_reqs, **bounds, out=found)
+    naive.prepare_rows(step, num_reqs, **bounds, out=wanted)
+    for name, mine, theirs in zip(inputs.RoundRows._fields, found, wanted, strict=True):
         assert torch.equal(mine, theirs), name
 
 
@@ -96,13 +99,15 @@ def test_every_row_has_its_place():
         temperature=torch.zeros(4),
         seeds=torch.zeros(4, dtype=torch.int64),
     )
-    inputs.prepare_pairs(step, 3, max_model_len=64, writes=True, out=out)
+    inputs.prepare_rows(step, 3, num_rows=2, max_model_len=64, writes=True, out=out)
     assert out.input_ids.tolist() == [12, 99, 21, 21, 30, 98, 0, 0, -777]
     assert out.positions.tolist() == [7, 8, 0, 1, 0, 1, 0, 0, -777]
     assert out.seq_lens.tolist() == [9, 2, 2, 0]
     assert out.query_start_loc.tolist() == [0, 2, 4, 6, 6]
     assert out.bonus_positions.tolist() == [8, 1, 1, 0]
     assert out.request_slots.tolist() == [2, -1, 3, -1]
+    assert out.bonus_rows.tolist() == [1, 3, 5, 0]
+    assert out.row_slots.tolist() == [2, 2, -1, -1, 3, 3, -1, -1, -777]
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -381,10 +386,10 @@ def test_a_missing_entry_would_be_seen(llm, noisy):
 @pytest.mark.e2e
 def test_shifted_positions_would_be_seen(llm, noisy):
     def shifted(*step, **arguments):
-        inputs.prepare_pairs(*step, **arguments)
+        inputs.prepare_rows(*step, **arguments)
         arguments["out"].positions[1::2] += 1
 
-    with mock.patch("vllm_crossspec.engine.proposers.draft_model.prepare_pairs", shifted):
+    with mock.patch("vllm_crossspec.engine.proposers.draft_model.prepare_rows", shifted):
         equal, total = drafted(llm, noisy)
     assert equal < 0.9 * total
 

@@ -1,10 +1,11 @@
-"""What a draft model reads at the start of a round: two rows a request, the last accepted token and the bonus token.
+"""What a draft model reads at the start of a round: a few rows a request, its newest tokens.
 
-Its cache holds every token of the text but, at most, these two. The last accepted token was the last draft where all
-drafts were accepted, and a last draft is never fed; otherwise its keys and values are there already and are written
-once more. So a round needs two rows whatever was accepted, and no forward over rejected rows.
+Its cache holds every token of the text but, at most, these. A chain's drafts are in it but for the last one, which is
+never fed: two rows a request are enough, whatever was accepted. A tree's drafts are not, for their keys and values lie
+in a scratch: its rows are as many as a path may be long, and two. What is in the cache already is written once more.
+So a round needs a fixed number of rows, and no forward over rejected ones.
 
-Shape legend: R requests, S request slots, T target tokens of the step, P rows that the buffers hold.
+Shape legend: R requests, S request slots, N rows of a request, T target tokens of the step, P rows of the buffers.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -16,27 +17,31 @@ import triton.language as tl
 
 from vllm_crossspec.types import StepInputs
 
-NUM_ROWS = 2
-"""Rows of a request."""
+CHAIN_ROWS = 2
+"""Rows of a request whose drafts are chains."""
 NOBODY = -1
 """The slot of rows that write nothing."""
 
 
-class PairRows(NamedTuple):
+class RoundRows(NamedTuple):
     """Persistent buffers for the rows of a round, request by request; rows past P are not wanted.
 
     Attributes:
         input_ids: int32 [P]; positions: int64 [P].
+        row_slots: int64 [P] request slot that each row writes for; ``NOBODY`` for one whose position is none of the
+            request's new ones, for requests that are still inside their prompts, and past the batch.
         query_start_loc: int32 [S + 1]; seq_lens: int32 [S], past the batch 0.
-        bonus_positions: int64 [S] of each request's second row, past the batch 0.
+        bonus_rows: int64 [S] row of each request's bonus token; bonus_positions: int64 [S]. Past the batch 0.
         request_slots: int64 [S]; ``NOBODY`` past the batch and for requests that are still inside their prompts.
         temperature: float32 [S], seeds: int64 [S], by slot.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
+    row_slots: torch.Tensor
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
+    bonus_rows: torch.Tensor
     bonus_positions: torch.Tensor
     request_slots: torch.Tensor
     temperature: torch.Tensor
@@ -44,11 +49,13 @@ class PairRows(NamedTuple):
 
 
 @triton.jit(do_not_specialize=["num_reqs"])
-def _prepare_pairs_kernel(
+def _prepare_rows_kernel(
     input_ids_ptr,  # int32 [P]
     positions_ptr,  # int64 [P]
+    row_slots_ptr,  # int64 [P]
     query_start_loc_ptr,  # int32 [S + 1]
     seq_lens_ptr,  # int32 [S]
+    bonus_rows_ptr,  # int64 [S]
     bonus_positions_ptr,  # int64 [S]
     request_slots_ptr,  # int64 [S]
     out_temperature_ptr,  # float32 [S]
@@ -66,61 +73,81 @@ def _prepare_pairs_kernel(
     capacity,  # P
     max_model_len,
     WRITES: tl.constexpr,
+    ROWS: tl.constexpr,  # N
+    BLOCK: tl.constexpr,
 ):
     # One program a request of the buffers; those past the batch are padded for CUDA graphs.
     request = tl.program_id(0).to(tl.int64)
-    row = 2 * request
+    first_row = ROWS * request
+    i = tl.arange(0, BLOCK)
+    inside = (i < ROWS) & (first_row + i < capacity)
     if request < num_reqs:
         last = tl.load(target_starts_ptr + request + 1).to(tl.int64) - tl.load(num_rejected_ptr + request) - 1
+        known = last + 1 - tl.load(target_starts_ptr + request)
         slot = tl.load(idx_mapping_ptr + request).to(tl.int64)
         has_bonus = tl.load(num_sampled_ptr + request) > 0
         accepted = tl.load(target_ids_ptr + last)
         bonus = tl.where(has_bonus, tl.load(last_sampled_ptr + slot), accepted).to(tl.int32)
-        # Requests inside their prompts take the two rows along without a slot: what they read is short, and unused.
+        # Requests inside their prompts take the rows along without a slot: what they read is short, and unused.
+        count = tl.where(has_bonus, tl.minimum(known, ROWS - 1), 1)
         position = tl.where(has_bonus, tl.load(target_positions_ptr + last), 0)
         following = tl.minimum(position + 1, max_model_len - 1)
-        tl.store(input_ids_ptr + row, accepted, mask=row < capacity)
-        tl.store(input_ids_ptr + row + 1, bonus, mask=row + 1 < capacity)
-        tl.store(positions_ptr + row, position, mask=row < capacity)
-        tl.store(positions_ptr + row + 1, following, mask=row + 1 < capacity)
-        tl.store(query_start_loc_ptr + request, row.to(tl.int32))
-        tl.store(seq_lens_ptr + request, (following + 1).to(tl.int32))
+        first = position - count + 1
+        # At the end of the positions the rows begin earlier, and the first ones write nothing.
+        base = tl.minimum(first, max_model_len - ROWS)
+        place = base + i
+        shown = tl.minimum(tl.maximum(place, first), following)
+        token = tl.load(target_ids_ptr + last - tl.maximum(position - shown, 0), mask=inside, other=0)
+        token = tl.where(shown == following, bonus, token)
+        owner = tl.where(has_bonus, slot, -1) if WRITES else tl.full([], -1, tl.int64)
+        tl.store(input_ids_ptr + first_row + i, token, mask=inside)
+        tl.store(positions_ptr + first_row + i, place, mask=inside)
+        tl.store(row_slots_ptr + first_row + i, tl.where(shown == place, owner, -1), mask=inside)
+        tl.store(request_slots_ptr + request, owner)
+        tl.store(query_start_loc_ptr + request, first_row.to(tl.int32))
+        tl.store(seq_lens_ptr + request, (base + ROWS).to(tl.int32))
+        tl.store(bonus_rows_ptr + request, first_row + following - base)
         tl.store(bonus_positions_ptr + request, following)
-        if WRITES:
-            tl.store(request_slots_ptr + request, tl.where(has_bonus, slot, -1))
-        else:
-            tl.store(request_slots_ptr + request, -1)
         tl.store(out_temperature_ptr + slot, tl.load(temperature_ptr + slot))
         tl.store(out_seeds_ptr + slot, tl.load(seeds_ptr + slot))
     else:
-        tl.store(input_ids_ptr + row, 0, mask=row < capacity)
-        tl.store(input_ids_ptr + row + 1, 0, mask=row + 1 < capacity)
-        tl.store(positions_ptr + row, 0, mask=row < capacity)
-        tl.store(positions_ptr + row + 1, 0, mask=row + 1 < capacity)
-        tl.store(query_start_loc_ptr + request, 2 * num_reqs)
+        nothing = tl.zeros([BLOCK], tl.int32)
+        tl.store(input_ids_ptr + first_row + i, nothing, mask=inside)
+        tl.store(positions_ptr + first_row + i, nothing.to(tl.int64), mask=inside)
+        tl.store(row_slots_ptr + first_row + i, nothing.to(tl.int64) - 1, mask=inside)
+        tl.store(query_start_loc_ptr + request, ROWS * num_reqs)
         tl.store(seq_lens_ptr + request, 0)
+        tl.store(bonus_rows_ptr + request, 0)
         tl.store(bonus_positions_ptr + request, 0)
         tl.store(request_slots_ptr + request, -1)
     if request == tl.num_programs(0) - 1:
-        tl.store(query_start_loc_ptr + request + 1, 2 * num_reqs)
+        tl.store(query_start_loc_ptr + request + 1, ROWS * num_reqs)
 
 
-def prepare_pairs(step: StepInputs, num_reqs: int, *, max_model_len: int, writes: bool, out: PairRows) -> None:
+def prepare_rows(
+    step: StepInputs, num_reqs: int, *, num_rows: int, max_model_len: int, writes: bool, out: RoundRows
+) -> None:
     """Fill ``out`` for a batch; one launch, whatever the batch.
+
+    A request's rows are as many of its newest accepted tokens as there are in the step, at most N - 1, then its bonus
+    token, then rows that stand for nothing.
 
     Args:
         step: in the target's rows of each request the accepted ones come first.
         num_reqs: R, requests to look at; the first ones of the batch.
+        num_rows: N, at least 2 and at most ``max_model_len``.
         max_model_len: positions end before it.
         writes: False for rows whose keys and values must not be cached (dummy rounds).
         out: written.
     """
     batch = step.batch
-    _prepare_pairs_kernel[(out.seq_lens.shape[0],)](
+    _prepare_rows_kernel[(out.seq_lens.shape[0],)](
         out.input_ids,
         out.positions,
+        out.row_slots,
         out.query_start_loc,
         out.seq_lens,
+        out.bonus_rows,
         out.bonus_positions,
         out.request_slots,
         out.temperature,
@@ -135,8 +162,10 @@ def prepare_pairs(step: StepInputs, num_reqs: int, *, max_model_len: int, writes
         step.temperature,
         step.seeds,
         num_reqs,
-        min(out.input_ids.shape[0], out.positions.shape[0]),
+        min(out.input_ids.shape[0], out.positions.shape[0], out.row_slots.shape[0]),
         max_model_len,
         WRITES=writes,
+        ROWS=num_rows,
+        BLOCK=triton.next_power_of_2(num_rows),
         num_warps=1,
     )

@@ -11,7 +11,7 @@ from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator import (
     prepare_decode_inputs,
 )
 
-from vllm_crossspec.drafters.draft_model.inputs import NUM_ROWS, PairRows, prepare_pairs
+from vllm_crossspec.drafters.draft_model.inputs import CHAIN_ROWS, NOBODY, RoundRows, prepare_rows
 from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.graphs.rows import RowGraphManager
 from vllm_crossspec.engine.proposers.base import HeadSampling, Proposer
@@ -29,17 +29,31 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
     vLLM's own class for such models runs the first pass over all of the target's rows, and nothing in CUDA graphs.
     """
 
-    # vLLM's dummy rounds leave room for so many rows a request.
-    num_query_per_req = NUM_ROWS
-
     hidden_states: torch.Tensor
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
         super().__init__(vllm_config, device, name, drafts)
+        # vLLM's dummy rounds leave room for so many rows a request.
+        self.num_query_per_req = self.rows_of_round(drafts)
+        num_rows = self.max_num_reqs * self.num_query_per_req
+        if num_rows > self.max_num_tokens:
+            raise ValueError(
+                f"speculative_config.method: a round takes {self.num_query_per_req} rows of each request in a draft "
+                f"model, {num_rows} with --max-num-seqs {self.max_num_reqs}, and --max-num-batched-tokens is "
+                f"{self.max_num_tokens}; raise the second, or lower the first"
+            )
+        self.row_slots = torch.full((num_rows,), NOBODY, dtype=torch.int64, device=device)
+        self.row_starts = torch.arange(num_rows + 1, dtype=torch.int32, device=device)
+        self.bonus_rows = torch.zeros(self.max_num_reqs, dtype=torch.int64, device=device)
         # vLLM's drafters hand states on from step to step, one row a request; this one's own are of no use.
         self.hidden_states = self.hidden_states[: self.max_num_reqs].clone()
         self.nothing_rejected = torch.zeros(self.max_num_reqs, dtype=torch.int32, device=device)
         self.draft_config = vllm_config
+
+    @staticmethod
+    def rows_of_round(drafts: DraftSettings) -> int:
+        """Rows of a request in the first pass: the last accepted token, maybe never fed yet, and the bonus token."""
+        return CHAIN_ROWS
 
     # -- loading ----------------------------------------------------------------------------------------------
 
@@ -56,9 +70,11 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
     # -- CUDA graphs ------------------------------------------------------------------------------------------
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
-        """As vLLM's, but the first pass is over two rows a request."""
+        """As vLLM's, but the first pass is over as many rows of every request."""
         super().init_cudagraph_manager(cudagraph_mode)
-        self.prefill_cudagraph_manager = RowGraphManager(self, cudagraph_mode, NUM_ROWS, self._prepare_first_pass)
+        self.prefill_cudagraph_manager = RowGraphManager(
+            self, cudagraph_mode, self.num_query_per_req, self._prepare_first_pass
+        )
 
     # -- the round --------------------------------------------------------------------------------------------
 
@@ -87,9 +103,10 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
         has_cache = not options.get("skip_attn_for_dummy_run", False)
         is_dummy = options.get("dummy_run", False)
         # Padded to a graph of the target's, a dummy batch may have more requests than rows find room for.
-        num_reqs = min(batch.num_reqs, self.max_num_tokens // NUM_ROWS) if is_dummy else batch.num_reqs
+        num_reqs = min(batch.num_reqs, self.max_num_reqs) if is_dummy else batch.num_reqs
         longest = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())
-        self.draft_max_seq_len = min(longest + self.num_speculative_steps, self.max_model_len)
+        ahead = max(self.num_speculative_steps, self.num_query_per_req - 1)
+        self.draft_max_seq_len = min(longest + ahead, self.max_model_len)
         if options.get("is_profile", False) or (not is_dummy and _has_prompt_rows(batch)):
             self._take_target_rows(step, has_cache)
         self._first_pass(step, num_reqs, has_cache)
@@ -130,17 +147,17 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
         self._forward(batch.input_ids[:num_tokens], batch.positions[:num_tokens], metadata, kv_slots, across_dp)
 
     def _first_pass(self, step: StepInputs, num_reqs: int, has_cache: bool) -> None:
-        """Two rows a request, by a captured graph where there is one; draft 1."""
+        """The round's rows, by a captured graph where there is one; draft 1."""
         self._fill_rows(step, num_reqs)
-        manager = self.prefill_cudagraph_manager
-        how = run.dispatch(self, manager, num_reqs, NUM_ROWS, step.options)
+        manager, rows = self.prefill_cudagraph_manager, self.num_query_per_req
+        how = run.dispatch(self, manager, num_reqs, rows, step.options)
         desc = how.desc
         metadata = kv_slots = None
         if has_cache and not (how.in_graph and self.supports_decode_metadata_update):
             bound = step.batch.seq_lens_cpu_upper_bound
-            metadata = run.uniform_metadata(self, desc, num_reqs, NUM_ROWS, bound, 1)
+            metadata = run.uniform_metadata(self, desc, num_reqs, rows, bound, rows - 1)
             kv_slots = run.slots_by_layer(self, self.block_tables.slot_mappings[:, : desc.num_tokens])
-        self._prepare_eplb_forward(num_reqs * NUM_ROWS)
+        self._prepare_eplb_forward(num_reqs * rows)
         if how.in_graph:
             assert manager is not None
             if self.supports_decode_metadata_update:
@@ -153,17 +170,20 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
 
     def _fill_rows(self, step: StepInputs, num_reqs: int) -> None:
         buffers = self.input_buffers
-        prepare_pairs(
+        prepare_rows(
             step,
             num_reqs,
+            num_rows=self.num_query_per_req,
             max_model_len=self.max_model_len,
             # The slots that a dummy batch names may be others' by now.
             writes=not step.options.get("dummy_run", False),
-            out=PairRows(
+            out=RoundRows(
                 input_ids=buffers.input_ids,
                 positions=buffers.positions,
+                row_slots=self.row_slots,
                 query_start_loc=buffers.query_start_loc,
                 seq_lens=buffers.seq_lens,
+                bonus_rows=self.bonus_rows,
                 bonus_positions=self.sample_src_positions,
                 request_slots=self.idx_mapping,
                 temperature=self.temperature,
@@ -172,10 +192,11 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
         )
 
     def _prepare_first_pass(self, num_reqs: int, attn_metadata: dict[str, Any] | None) -> None:
-        """Cache slots of the two rows, and what attention wants to know of them; a graph holds this."""
-        rows, buffers = num_reqs * NUM_ROWS, self.input_buffers
+        """Cache slots of the rows, and what attention wants to know of them; a graph holds this."""
+        rows = num_reqs * self.num_query_per_req
+        # To vLLM each row is a request of one token, for not every row of a request is to be written.
         self.block_tables.compute_slot_mappings(
-            self.idx_mapping[:num_reqs], buffers.query_start_loc[: num_reqs + 1], buffers.positions[:rows], rows
+            self.row_slots[:rows], self.row_starts[: rows + 1], self.input_buffers.positions[:rows], rows
         )
         if attn_metadata is not None and self.supports_decode_metadata_update:
             self._update_draft_decode_metadata(attn_metadata, num_reqs)
@@ -190,12 +211,12 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
         mm_inputs: Any = None,
     ) -> None:
-        """The first pass's forward, and draft 1 from the second row of every request (vLLM's hook for its graphs)."""
+        """The first pass's forward, and draft 1 from every request's bonus token (vLLM's hook for its graphs)."""
         states, _ = self._run_model(num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp)
         positions = self.sample_src_positions[:num_reqs]
         self.current_draft_step.zero_()
         self.draft_tokens[:num_reqs, 0] = self.sample_draft(
-            states[1 : num_reqs * NUM_ROWS : NUM_ROWS].contiguous(),
+            states.index_select(0, self.bonus_rows[:num_reqs]),
             positions,
             self.idx_mapping[:num_reqs],
             self.temperature,
