@@ -74,6 +74,7 @@ TIMED = (
     "dflash",
     "confu",
     "draft-model",
+    "draft-model-tree",
 )
 """Our methods in the order in which their speed is wanted."""
 

@@ -28,6 +28,7 @@ DFLASH = {"method": "dflash", "model": "{pocket}/dflash"}
 DRAFT_MODEL = {"method": "draft_model", "model": "{pocket}/draft-model"}
 CHAIN = {"tree": {"type": "chain"}}
 DYNAMIC = {"type": "dynamic", "depth": 7, "top_k": 3, "num_nodes": 8}
+DRAFT_MODEL_TREE = {"type": "dynamic", "depth": 7, "top_k": 3, "num_nodes": 10}
 BEST_FIRST = {"type": "best_first", "num_nodes": 8}
 ARMS: dict[str, dict[str, Any]] = {
     "tree": {"type": "eagle3", "model": "{pocket}/eagle3", **BFLOAT16, "tree": DYNAMIC},
@@ -44,6 +45,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "eagle3-tree": {**EAGLE3, **BFLOAT16, "tree": DYNAMIC},
     "vllm-draft-model": {**DRAFT_MODEL, "num_speculative_tokens": 5},
     "draft-model": {**DRAFT_MODEL, **CHAIN, "num_speculative_tokens": 5},
+    "draft-model-tree": {**DRAFT_MODEL, "tree": DRAFT_MODEL_TREE},
     "vllm-dflash": {**DFLASH, "num_speculative_tokens": 7},
     "dflash": {**DFLASH, **BFLOAT16, **CHAIN, "num_speculative_tokens": 7},
     "dflash-tree": {**DFLASH, **BFLOAT16, "num_speculative_tokens": 7, "tree": BEST_FIRST},

@@ -22,6 +22,7 @@ METHODS = (
     "dart-chain",
     "draft-model",
     "flashhead",
+    "draft-model-tree",
     "eagle3-tree",
     "eagle3-heterospec",
     "confu",
@@ -49,7 +50,7 @@ SURE = 1e9
 ADAPTIVE = "eagle3-heterospec"
 # EAGLE-3's drafts, for which the target contemplates; beside what each costs without.
 CONTEMPLATING = {"confu": "eagle3", "confu-tree": "eagle3-tree"}
-TREES = ("eagle3-tree", ADAPTIVE, "confu-tree", "dflash-tree", *SEARCHED, *ROUTED)
+TREES = ("eagle3-tree", "draft-model-tree", ADAPTIVE, "confu-tree", "dflash-tree", *SEARCHED, *ROUTED)
 MATCHED = (*TREES, "confu")
 """Methods that sample-and-match alone can verify: their rows are no chain's."""
 
@@ -89,9 +90,9 @@ def speculative_config(method: str, models: dict[str, str], options: argparse.Na
 def _tree_config(kind: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
     # Whole trees at every batch size: what they cost is what is asked here.
     whole = {"num_nodes": options.nodes, "by_batch_size": {"1": options.nodes}}
-    if kind in ("eagle3", "confu"):
+    if kind in ("eagle3", "confu", "draft-model"):
         tree = {"type": "dynamic", "depth": TREE_DEPTH, "top_k": TREE_TOP_K, **whole}
-        return {"method": kind, "model": models[kind], "tree": tree}
+        return {"method": kind.replace("-", "_"), "model": models[kind], "tree": tree}
     tree = {"type": "best_first", **whole}
     return {"method": kind, "model": models[kind], "num_speculative_tokens": options.tokens, "tree": tree}
 
@@ -127,6 +128,8 @@ def query_lengths(method: str, options: argparse.Namespace) -> set[int]:
         lengths.add(options.tokens)  # the last accepted entry is the first of its query rows
     if method in TREES:
         lengths |= {options.nodes + 1, TREE_TOP_K}
+    if method == "draft-model-tree":
+        lengths.add(TREE_DEPTH + 2)  # the longest path, the root before it and the bonus token behind
     if method in CONTEMPLATING:
         # A contemplate row for every verified one; a future beside every level's nodes.
         nodes, level = (options.nodes, TREE_TOP_K) if method in TREES else (options.tokens, 1)

@@ -20,6 +20,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "confu": {"method": "confu", "model": str(engines.CONFU), "num_speculative_tokens": 3},
     "confu-tree": engines.tree("confu", engines.CONFU, **TREE),
     "draft-model": {"method": "draft_model", "model": str(engines.POCKET / "draft-model"), "tree": {"type": "chain"}},
+    "draft-model-tree": engines.tree("draft_model", engines.POCKET / "draft-model", **TREE),
 }
 
 

@@ -132,10 +132,13 @@ def test_a_head_is_a_path_or_its_settings_and_flashhead_always_has_one():
             },
             "'probabilistic' needs every token's probability, which speculative_config.head does not compute; use",
         ),
-        ({"method": "draft_model", "tree": {"num_nodes": 9}}, "type 'chain' takes no depth, top_k or num_nodes"),
         (
-            {"method": "flashhead", "tree": {"type": "dynamic"}},
-            "'dynamic' does not suit a flashhead drafter; it drafts chains alone: leave out the tree",
+            {"method": "draft_model", "tree": {"type": "chain", "num_nodes": 9}},
+            "type 'chain' takes no depth, top_k or num_nodes",
+        ),
+        (
+            {"method": "flashhead", "tree": {"type": "best_first"}},
+            "'best_first' does not suit a flashhead drafter; use 'dynamic' or 'chain'",
         ),
         (
             {"method": "eagle3", "tree": CHAIN, "adaptive": "f"},
@@ -153,6 +156,13 @@ def test_bad_heads_and_adaptive_trees_get_one_sentence(raw, sentence):
     with pytest.raises(ValueError, match=sentence) as caught:
         parsed(model="m", **raw)
     assert "\n" not in str(caught.value)
+
+
+def test_sizes_of_a_draft_models_tree_make_it_dynamic():
+    """As an EAGLE-3 drafter's; where nothing is said it drafts chains."""
+    assert parsed(method="draft_model", model="m", tree={"num_nodes": 9}).drafters["draft_model"].tree.type == "dynamic"
+    assert parsed(method="flashhead", model="m").drafters["flashhead"].tree.is_chain
+    assert parsed(method="flashhead", model="m", tree={"by_batch_size": {"1": 3}}).drafters["flashhead"].tree.is_chain
 
 
 def test_a_standalone_draft_model_drafts_alone():

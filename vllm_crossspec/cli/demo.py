@@ -64,6 +64,7 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "dflash-continuity": {**DFLASH, "tree": {"type": "continuity"}, **NGRAM},
     # A small language model of its own, with its whole output layer and with clusters of it; and those for EAGLE-3.
     "draft-model": {"method": "draft_model", "model": DRAFT_MODEL, **CHAIN},
+    "draft-model-tree": {"method": "draft_model", "model": DRAFT_MODEL, **TREE},
     "flashhead": {
         "method": "flashhead",
         "model": DRAFT_MODEL,

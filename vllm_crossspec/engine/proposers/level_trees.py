@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
@@ -97,15 +98,30 @@ class LevelTrees(Proposer):
         self.level_cudagraph_manager: RowGraphManager | None = None
         self.extension_managers: dict[int, RowGraphManager] = {}
 
-    def set_attn(self, *arguments: Any, **options: Any) -> None:
-        """The attention of the drafter's layers, and a scratch for the trees' keys and values of each."""
-        super().set_attn(*arguments, **options)
+    # -- loading ----------------------------------------------------------------------------------------------
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """The model, and a scratch for its trees: this early, so that vLLM's memory profile knows of it."""
+        super().load_model(target_model)
+        self._make_scratches()
+
+    def borrow(self, owner: Proposer, target_model: nn.Module) -> None:
+        """See the base class; a scratch is one's own."""
+        super().borrow(owner, target_model)
+        self._make_scratches()
+
+    def _make_scratches(self) -> None:
+        """Room for the keys and values of the trees of all requests, in each layer."""
         layers = self.vllm_config.compilation_config.static_forward_context
         rows = self.shared_rows + (self.max_depth - 1) * self.builder.top_k
         for name in self.draft_attn_layer_names:
             layer = layers[name]
             shape = (self.max_num_reqs, max(rows, 1), 2, layer.num_kv_heads, layer.head_size)
-            self.scratches[name] = torch.zeros(shape, dtype=layer.kv_cache.dtype, device=self.device)
+            self.scratches[name] = torch.zeros(shape, dtype=layer.kv_cache_torch_dtype, device=self.device)
+
+    def set_attn(self, *arguments: Any, **options: Any) -> None:
+        """The attention of the drafter's layers; none of a tree's rows has a slot in their cache."""
+        super().set_attn(*arguments, **options)
         num_groups = len(self.kv_cache_config.kv_cache_groups)
         max_rows = self.level_positions.shape[0]
         self.no_slots = torch.full((num_groups, max_rows), PAD_SLOT_ID, dtype=torch.int64, device=self.device)

@@ -417,6 +417,7 @@ vllm.v1.worker.gpu.spec_decode.speculator
       step causal dcp_local_seq_lens) - called by the proposers whose passes are their own
   DraftModelSpeculator._build_uniform_batch_dp_sync(self target_dp_sync_state num_reqs num_query_per_req) - called: rows
       of a drafter's own passes, on every rank
+  DraftModelSpeculator._configure_decode_metadata_update(self) - called: whether graphs hold the attention's plan
   DraftModelSpeculator._copy_request_inputs(self num_reqs idx_mapping temperature seeds dummy_run) - overridden: one
       launch
   DraftModelSpeculator._prepare_eplb_forward(self num_unpadded_tokens) - called before a drafter's own passes
@@ -446,6 +447,8 @@ vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils
       drafts as are wanted
 vllm.v1.worker.gpu.spec_decode.target_dependent_ar.speculator
   TargetDependentARSpeculator.__init__(self vllm_config device) - called by the EAGLE-3 proposer and the draft model's
+  TargetDependentARSpeculator._configure_decode_metadata_update(self) - overridden: a draft model's tree has further
+      passes, though vLLM's class has one step
   TargetDependentARSpeculator._fused_multi_step_decode(self num_reqs skip_attn batch_desc num_tokens_across_dp
       seq_lens_cpu_upper_bound num_speculative_steps) - called: a draft model's passes over one row a request
   TargetDependentARSpeculator._multi_step_decode(self num_reqs skip_attn batch_desc num_tokens_across_dp
