@@ -19,7 +19,7 @@ import triton.language as tl
 
 from vllm_crossspec.router.kernels import merged_entropy
 
-OWN_MEMORY, ALL_MEMORY = 0.85, 0.99
+OWN_MEMORY, ALL_MEMORY = 0.95, 0.99
 """What a round counts after the next one with that drafter: of a request, of all requests."""
 FADE = 0.998
 """What is left, after a round of others, of what is known of a drafter that did not draft: text may have changed."""
@@ -27,14 +27,14 @@ PRIOR_ROUNDS = 4.0
 """Rounds, or forecast tokens, that count as much as what is expected without any."""
 PRIOR_AT_LEVEL = 8.0
 """Those at one level of certainty that count as much as those at all of them."""
-PRIOR_OWN = 16.0
+PRIOR_OWN = 12.0
 """Draft tokens expected in a request's own rounds that count as much as what all requests have shown."""
 LEVELS = 4
 LEVEL_EDGES = (0.5, 1.5, 3.0)
 """Entropies, nats, at which the next level of certainty begins."""
 PROBE_EVERY = 64
 """Rounds between two in which the whole batch tries a drafter, by turns: exploring costs one round of these at most."""
-EARLY_TURNS, EARLY_EVERY = 2, 4
+EARLY_TURNS, EARLY_EVERY = 4, 4
 """At first nothing is known: so many turns of all drafters with so few rounds between two, whatever is expected."""
 HOPE = 2.0
 """A drafter is tried where 1 + HOPE / sqrt(its rounds + 1) times the accepted drafts that are expected of it would make

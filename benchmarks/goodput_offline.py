@@ -1,0 +1,120 @@
+"""Routing by experience over records, at the costs of several machines: no engine, and seconds are the tables'.
+
+    crossspec collect --spec configs/pocket-whiflash-goodput.json --prompts PROMPTS.jsonl --out work/records
+    python benchmarks/goodput_offline.py --records work/records --costs benchmarks/costs/h100-8b.json
+
+For every table and batch size: tokens a second of the best arm alone, and what `goodput`, the best arm of every text
+and the best arm of every round get, over the best arm's; by category over the category's best arm. `goodput` learns as
+it goes, so it is given several random orders of the texts, categories by turns: their mean, and their standard
+deviation in brackets. `--half` keeps every second text, so that what is chosen on the one half can be judged on the
+other. What the tables are is said in benchmarks/costs/README.md.
+"""
+
+import argparse
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from vllm_crossspec.cli import meta, options
+from vllm_crossspec.router import simulate
+from vllm_crossspec.router.costs import read_costs
+from vllm_crossspec.router.simulate import Outcome, Value
+from vllm_crossspec.training.calibration import groups_of, trajectories
+from vllm_crossspec.training.records import Records, read_records
+from vllm_crossspec.tree.schedule import expected_tokens
+
+HALVES = {"all": slice(None), "even": slice(0, None, 2), "odd": slice(1, None, 2)}
+
+
+def worth(value: Value, outcome: Outcome, groups: dict[str, list[int]]) -> dict[str, float]:
+    """Tokens a second by category, and their mean."""
+    found = {category: value(outcome.of(texts)) for category, texts in groups.items()}
+    return {**found, "mean": statistics.fmean(found.values())}
+
+
+def goodput(records: Records, value: Value, groups: dict[str, list[int]], seed: int) -> simulate.Rule:
+    """Policy `goodput` without a model, over the texts in a random order, categories by turns."""
+    assert value.costs is not None
+    generator = random.Random(seed)
+    shuffled = [generator.sample(texts, len(texts)) for texts in groups.values()]
+    turns = [text for group in zip_longest(*shuffled) for text in group if text is not None]
+    paths = trajectories(records, [records.texts[text] for text in turns])
+    foreseen = (records.forecasts >= 0).any(dim=0).tolist()
+    tried = [drafter for drafter, says in enumerate(foreseen) if not says]
+    priors = [expected_tokens(depth) for depth in records.facts.depths]
+    return simulate.by_experience(
+        paths, records.forecasts, records.entropy, priors, tried, value.costs, value.batch_size
+    )
+
+
+def compare(records: Records, value: Value, groups: dict[str, list[int]], orders: int) -> dict[str, Any]:
+    """What every way of choosing gets at these costs: the best arm's tokens a second, and ratios to it."""
+    paths = trajectories(records, records.texts)
+    names = records.facts.drafters
+    alone = [worth(value, simulate.walk(paths, simulate.always(i)), groups) for i in range(len(names))]
+    best = {column: max(own[column] for own in alone) for column in (*groups, "mean")}
+    rules = {
+        "best arm of every text": simulate.oracle_by_group(paths, [[i] for i in range(len(records.texts))], value),
+        "best arm of every round": simulate.oracle_token(paths, value),
+    }
+    ratios: dict[str, list[dict[str, float]]] = {}
+    for name, rule in rules.items():
+        found = worth(value, simulate.walk(paths, rule), groups)
+        ratios[name] = [{column: found[column] / best[column] for column in found}]
+    ratios["goodput"] = []
+    for seed in range(orders):
+        found = worth(value, simulate.walk(paths, goodput(records, value, groups, seed)), groups)
+        ratios["goodput"].append({column: found[column] / best[column] for column in found})
+    arms = {column: names[max(range(len(names)), key=lambda i: alone[i][column])] for column in best}
+    return {"best": best, "arms": arms, "ratios": ratios}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--records", type=Path, required=True, help="folder that `crossspec collect` wrote")
+    add("--costs", type=Path, nargs="+", required=True, help="files as `crossspec costs` writes them")
+    add("--batch-sizes", default="1,32", help="of the tables, comma-separated")
+    add("--orders", type=int, default=8, help="random orders of the texts")
+    add("--half", choices=tuple(HALVES), default="all", help="which of the texts")
+    add("--json", type=Path, default=None, help="write the figures there")
+    given = parser.parse_args(arguments)
+    options.check_file("--json", given.json)
+    records = read_records(given.records)
+    groups = {category: texts[HALVES[given.half]] for category, texts in groups_of(records).items()}
+    table = Table("costs", "batch", "chosen by", "mean", *groups)
+    document = []
+    runs = [(file, int(size)) for file in given.costs for size in given.batch_sizes.split(",")]
+    for file, size in track(runs, "tables", console=Console(stderr=True)):
+        value = Value(read_costs(file, records.facts.drafters, "--costs"), size)
+        found = compare(records, value, groups, given.orders)
+        columns = ("mean", *groups)
+        first = (f"{found['best'][column]:.0f} ({found['arms'][column]})" for column in columns)
+        table.add_row(file.stem, str(size), "best arm, tokens/s", *first)
+        for name, rows in found["ratios"].items():
+            cells = []
+            for column in columns:
+                ratios = [row[column] for row in rows]
+                spread = f" ({statistics.stdev(ratios):.3f})" if len(ratios) > 1 else ""
+                cells.append(f"{statistics.fmean(ratios):.3f}{spread}")
+            table.add_row("", "", name, *cells)
+        document.append({"costs": file.stem, "batch_size": size, **found})
+    Console(width=170).print(table)
+    settings = {"texts": sum(map(len, groups.values())), "half": given.half, "orders": given.orders}
+    options.write_json(given.json, {"rows": document, "meta": {"settings": settings, "hardware": meta.hardware()}})
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except ValueError as error:
+        sys.exit(str(error))
