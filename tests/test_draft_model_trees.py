@@ -14,12 +14,14 @@ from test_heterospec_engine import calibration_file
 
 from vllm_crossspec.engine.proposers.draft_model_tree import DraftModelTreeProposer
 from vllm_crossspec.tree import naive
+from vllm_crossspec.tree.base import tree_kind
 from vllm_crossspec.types import TokenTree
 
 pytestmark = pytest.mark.e2e
 
 TREE = {"depth": 4, "top_k": 3, "num_nodes": 12}
 ALL = {"by_batch_size": {"1": 60}}
+SHARPNESS = tree_kind("dynamic", "tree.type").defaults["sharpness"]
 SETTINGS = {"skip_tokenizer_init": True, "enable_prefix_caching": False, "max_num_seqs": 3}
 
 
@@ -150,7 +152,7 @@ def wanted_tree(model, text):
 
     def children(paths):
         logits = model(torch.tensor([text + path for path in paths])).logits[:, -1].log_softmax(-1)
-        return logits.topk(k)
+        return (SHARPNESS * logits).log_softmax(-1).topk(k)
 
     best = children([[]])
     beam, paths = builder.start(best.values, best.indices), [[]] * k

@@ -57,8 +57,8 @@ def offsets_for(vocab_size, reduced):
 def test_with_all_clusters_probed_it_is_the_dense_coupled_head(shape, reduced, use_fp64):
     hidden, weight, assets = make(shape)
     retrieval, dense = heads(weight, assets, offsets_for(len(weight), reduced), num_probes=len(assets.members))
-    for rows_per_entry in (1, 5):
-        keys = keys_for(len(hidden), rows_per_entry, use_fp64)
+    for rows_per_entry, sharpness in ((1, 1.0), (5, 1.0), (5, 2.0)):
+        keys = keys_for(len(hidden), rows_per_entry, use_fp64)._replace(sharpness=sharpness)
         for head in retrieval:
             assert torch.equal(head.choose(hidden, keys), dense.choose(hidden, keys))
             few, expected = head.candidates(hidden, keys, TOP_K), dense.candidates(hidden, keys, TOP_K)

@@ -25,9 +25,11 @@ from vllm_crossspec.adaptive.calibration import (
 )
 from vllm_crossspec.drafters.identity import Identity, identify
 from vllm_crossspec.shards import shard_path
+from vllm_crossspec.tree.base import tree_kind
 
 KEY = "speculative_config.adaptive.model"
 TREE = TreeShape(8, 10, 60)
+SHARPNESS = tree_kind("dynamic", "tree.type").defaults["sharpness"]
 ONE, OTHER = Identity("target", "aa", "bb"), Identity("eagle3", "cc", "dd")
 EIGHT = Calibration(
     thresholds=(0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0),
@@ -107,7 +109,8 @@ def test_other_models_and_other_trees_are_refused():
         ({"target": ONE._replace(config="ee")}, "another target"),
         ({"target": ONE._replace(weights="ee")}, "another target"),
         ({"drafter": ONE}, "another drafter"),
-        ({"tree": TREE._replace(depth=7)}, "trees of depth 8, top_k 10, num_nodes 60, and these are of depth 7"),
+        ({"tree": TREE._replace(depth=7)}, "of depth 8, top_k 10, num_nodes 60, sharpness 1, and these are of depth 7"),
+        ({"tree": TREE._replace(sharpness=2.0)}, "num_nodes 60, sharpness 1, and these are of .* sharpness 2"),
         ({"tree": TREE._replace(num_nodes=59)}, "num_nodes 59"),
     ):
         with pytest.raises(ValueError, match=rf"{KEY}: .*{what}.*crossspec calibrate heterospec"):
@@ -394,7 +397,7 @@ def test_what_is_recorded_is_what_was_accepted(collected):
     from vllm import SamplingParams
 
     read = rounds.read_rounds(collected / "a.json.rounds")
-    assert read.facts.tree == TreeShape(4, 6, 24)
+    assert read.facts.tree == TreeShape(4, 6, 24, SHARPNESS)
     assert read.facts.target.is_same(identify(str(TARGET), KEY))
     assert read.phi.isfinite().all() and (read.phi >= 0).all() and (read.phi <= 4 * math.log(6) + 1e-4).all()
     assert (read.depth <= 4).all() and (read.size == 24).all()
@@ -470,7 +473,7 @@ def test_the_shipped_calibration_is_of_the_shipped_models_and_the_demos_tree():
         shipped,
         target=identify(str(TARGET), KEY),
         drafter=identify(str(EAGLE3), KEY),
-        tree=TreeShape(tree["depth"], tree["top_k"], tree["num_nodes"]),
+        tree=TreeShape(tree["depth"], tree["top_k"], tree["num_nodes"], SHARPNESS),
         key=KEY,
     )
     assert len(shipped.bins) >= 4 and shipped.policy().widths[0] < tree["num_nodes"]

@@ -30,6 +30,9 @@ def calibration_file(
     folder: Path, thresholds: tuple[float, ...], tree: dict[str, int] = TREE, drafter: Path = engines.EAGLE3
 ) -> str:
     """A calibration for the pocket models and these bins, as the command would have written it."""
+    from vllm_crossspec.tree.base import tree_kind
+
+    sharpness = tree_kind("dynamic", "tree.type").defaults["sharpness"]
     from vllm_crossspec.adaptive.calibration import BinFacts, Calibration, TreeShape, write_calibration
     from vllm_crossspec.drafters.identity import identify
 
@@ -42,7 +45,7 @@ def calibration_file(
             bins=(facts,) * (len(thresholds) + 1),
             gammas=(0.3, 0.6, 1.0),
             alpha=-(-tree["depth"] // 2),
-            tree=TreeShape(**tree),
+            tree=TreeShape(**tree, sharpness=sharpness),
             target=identify(str(engines.TARGET), "model"),
             drafter=identify(str(drafter), "model"),
         ),

@@ -21,16 +21,16 @@ def case(rows, seed=0):
 
 
 @pytest.mark.parametrize("use_fp64", [False, True])
-@pytest.mark.parametrize("reduced", [False, True])
-def test_kernel_equals_its_twin(reduced, use_fp64):
+@pytest.mark.parametrize(("reduced", "sharpness"), [(False, 1.0), (True, 1.0), (True, 2.0)])
+def test_kernel_equals_its_twin(reduced, sharpness, use_fp64):
     logits, slots, positions, temperature, seeds = case(7)
     offsets = torch.arange(VOCAB) * 2 if reduced else None
     out = torch.full((7, VOCAB), float("nan"))
     noise._add_target_noise_kernel[(7, 2)](
-        logits, VOCAB, out, VOCAB, offsets, slots, positions, temperature, seeds, VOCAB,
+        logits, VOCAB, out, VOCAB, offsets, slots, positions, temperature, seeds, VOCAB, sharpness,
         ROWS_PER_ENTRY=1, USE_FP64=use_fp64, BLOCK=noise.BLOCK,
     )  # fmt: skip
-    twin = noise.add_target_noise_naive(logits, offsets, slots, positions, temperature, seeds, use_fp64)
+    twin = noise.add_target_noise_naive(logits, offsets, slots, positions, temperature, seeds, use_fp64, sharpness)
     # vLLM's series for log1p is good to 6e-7, and noise of 15 has a spacing of 1e-6.
     torch.testing.assert_close(out, twin, rtol=2e-6, atol=1e-5)
 
@@ -43,6 +43,18 @@ def test_greedy_and_padding_rows_stay_as_they_are():
     untouched = (slots < 1).nonzero().flatten()
     assert torch.equal(out[untouched], logits[untouched])
     assert not torch.isclose(out[slots > 0], logits[slots > 0]).all(dim=1).any()
+
+
+@pytest.mark.parametrize("mixed", [False, True])
+def test_what_has_no_noise_is_sharpened_and_nothing_else(mixed):
+    """With sampled requests in the batch, and in one of greedy requests alone."""
+    logits, slots, positions, temperature, seeds = case(10)
+    slots = slots if mixed else slots.clamp(max=0)
+    keys = {"idx_mapping": slots, "positions": positions, "temperature": temperature, "seeds": seeds}
+    plain, sharp = (noise.add_target_noise(logits, offsets=None, **keys, sharpness=s) for s in (1.0, 2.0))
+    sampled = slots > 0
+    assert torch.equal(sharp[sampled], plain[sampled]) and bool(sampled.any()) == mixed
+    assert torch.equal(sharp[~sampled], 2 * logits[~sampled])
 
 
 def test_entries_of_several_rows():

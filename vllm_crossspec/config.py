@@ -81,6 +81,9 @@ class TreeConfig(Settings):
         ngram_weight: of ln p by the n-gram store (``ngram``), beside 1 for the drafter's.
         logit_decay, level_decay: of ``continuity``: at level i, from 0, the drafter's ln p weighs ``logit_decay ** i``,
             and the level's sum ``(i + 1) ** -level_decay``.
+        sharpness: for greedy requests, what the drafter's logits are multiplied by before nodes are ranked. The target
+            takes its likeliest token, and the drafter's is that one more often than its probability says. Drafts that
+            are not coupled (``draft_sample_method`` "greedy") do not know a request's temperature, and are left alone.
         by_batch_size: most draft tokens of a request by the number of running requests, as ``{"1": 60, "8": 30,
             "32": 3, "64": 0}``: from 8 requests on 30, from 64 on none. "auto" chooses from what steps cost, measured
             at start-up; a tree for which nothing is given means it, and where it cannot be measured (with data
@@ -95,6 +98,7 @@ class TreeConfig(Settings):
     ngram_weight: StrictFloat | None = Field(None, ge=0, le=10)
     logit_decay: StrictFloat | None = Field(None, gt=0, le=1)
     level_decay: StrictFloat | None = Field(None, ge=0, le=10)
+    sharpness: StrictFloat | None = Field(None, gt=0, le=10)
     by_batch_size: Schedule | None = None
 
     @property

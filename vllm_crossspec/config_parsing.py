@@ -230,6 +230,7 @@ def _check_tree(tree: TreeConfig, kind: DrafterKind, key: str) -> None:
         "ngram_weight": ("best_first", "continuity"),
         "logit_decay": ("continuity",),
         "level_decay": ("continuity",),
+        "sharpness": ("dynamic", "best_first", "continuity"),
     }
     for name, types in takers.items():
         if getattr(tree, name) is not None and tree.type not in types:

@@ -24,14 +24,15 @@ REMEDY = "make one with `crossspec calibrate heterospec`"
 
 
 class TreeShape(NamedTuple):
-    """Sizes of the tree that the bins were found with: levels, children of a node, draft nodes that are verified."""
+    """Of the tree that the bins were found with: levels, children of a node, draft nodes, and how they were ranked."""
 
     depth: int
     top_k: int
     num_nodes: int
+    sharpness: float = 1.0
 
     def __str__(self) -> str:
-        return f"depth {self.depth}, top_k {self.top_k}, num_nodes {self.num_nodes}"
+        return f"depth {self.depth}, top_k {self.top_k}, num_nodes {self.num_nodes}, sharpness {self.sharpness:g}"
 
 
 class BinFacts(NamedTuple):
@@ -139,7 +140,10 @@ def _parse(content: dict[str, Any]) -> Calibration:
         ),
         gammas=tuple(float(value) for value in content["gammas"]),
         alpha=int(content["alpha"]),
-        tree=TreeShape(int(tree["depth"]), int(tree["top_k"]), int(tree["num_nodes"])),
+        # A file of before trees were sharpened has none.
+        tree=TreeShape(
+            int(tree["depth"]), int(tree["top_k"]), int(tree["num_nodes"]), float(tree.get("sharpness", 1.0))
+        ),
         target=_identity(content["target"]),
         drafter=_identity(content["drafter"]),
         made=dict(content["made"]),
@@ -162,7 +166,7 @@ def _disagreement(found: Calibration) -> str | None:
         return f"bins must be {len(thresholds) + 1}, one more than thresholds"
     if len(found.gammas) >= len(found.bins) or not all(0 < gamma <= 1 for gamma in found.gammas):
         return f"gammas must be fewer than the {len(found.bins)} bins, each above 0 and at most 1"
-    if found.alpha < 0 or min(found.tree) < 1:
+    if found.alpha < 0 or min(found.tree[:3]) < 1:
         return "alpha must be 0 or more, and the tree's sizes 1 or more"
     return None
 
@@ -213,7 +217,7 @@ def check_drafter_calibration(drafter: DrafterConfig, target: Identity | None, k
         read_calibration(drafter.adaptive.model, key),
         target=target,
         drafter=known_model(drafter.model, drafter.native.get("revision")),
-        tree=TreeShape(tree.depth, tree.top_k, tree.num_nodes),
+        tree=TreeShape(tree.depth, tree.top_k, tree.num_nodes, tree.sharpness or 1.0),
         key=key,
     )
 

@@ -48,6 +48,11 @@ class DraftSettings(NamedTuple):
     adaptive: AdaptiveConfig | None = None
 
     @property
+    def sharpness(self) -> float:
+        """Of the order of a tree's nodes; a chain has no order to choose."""
+        return 1.0 if self.tree is None or self.tree.sharpness is None else self.tree.sharpness
+
+    @property
     def is_chain(self) -> bool:
         """Whether this drafter drafts chains."""
         return self.tree is None

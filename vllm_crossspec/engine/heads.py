@@ -27,6 +27,7 @@ class NoiseKeys(NamedTuple):
         positions: int64 [rows] position of the token before the drafted one.
         temperature, seeds: [S] of every slot.
         use_fp64: whether the target samples with float64 noise.
+        sharpness: factor of the logits of requests without noise, for the order of a tree's nodes.
     """
 
     idx_mapping: torch.Tensor
@@ -34,6 +35,7 @@ class NoiseKeys(NamedTuple):
     temperature: torch.Tensor
     seeds: torch.Tensor
     use_fp64: bool
+    sharpness: float = 1.0
 
 
 class DraftHead(ABC):

@@ -3,6 +3,9 @@
 vLLM samples by the Gumbel-max trick with noise keyed by (seed, position, token). Under sample-and-match the text does
 not depend on the drafts, so a drafter may look at that noise: its best candidate by ``logits / temperature + noise`` is
 the token that the target is likeliest to *sample*. No draft probabilities are kept, and trees work alike.
+
+A greedy request has no noise, and its target takes the likeliest token, which the drafter's own first choice is more
+often than the probability says that the drafter gives it. So trees rank nodes by sharpened logits there.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -42,6 +45,7 @@ def _add_target_noise_kernel(
     temperature_ptr,  # float32 [S]
     seeds_ptr,  # int64 [S]
     vocab_size,
+    sharpness,  # factor of the logits in rows without noise
     ROWS_PER_ENTRY: tl.constexpr,
     USE_FP64: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -59,6 +63,8 @@ def _add_target_noise_kernel(
         if offsets_ptr is not None:
             key = token + tl.load(offsets_ptr + token, mask=inside, other=0)
         x = x / temperature + _gumbel(seed, position, key, USE_FP64)
+    else:
+        x = x * sharpness
     tl.store(out_ptr + row * out_stride + token, x, mask=inside)
 
 
@@ -71,11 +77,12 @@ def add_target_noise(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     use_fp64: bool = False,
+    sharpness: float = 1.0,
 ) -> torch.Tensor:
     """A drafter's logits as the target's sampler will look at its own: over temperature, plus the noise; one launch.
 
-    Rows of greedy requests (temperature 0) and of padding come out as they are; without a GPU, where looking at the
-    temperatures costs little, a batch of nothing else is not copied.
+    Rows of greedy requests (temperature 0) and of padding come out times ``sharpness``; without a GPU, where looking at
+    the temperatures costs little, a batch of nothing else is not copied where that is 1.
 
     Args:
         logits: [rows, vocabulary] of the drafter.
@@ -85,6 +92,7 @@ def add_target_noise(
         temperature: float32 [S].
         seeds: int64 [S].
         use_fp64: whether the target samples with float64 noise.
+        sharpness: factor of the logits in rows without noise.
 
     Returns:
         float32 [rows, vocabulary].
@@ -93,10 +101,10 @@ def add_target_noise(
     rows_per_entry = num_rows // idx_mapping.shape[0]
     if not logits.is_cuda:
         if _is_greedy(idx_mapping, temperature):
-            return logits.float()
+            return logits.float() if sharpness == 1.0 else logits.float() * sharpness
         if not runs_kernels():
             slots = idx_mapping.repeat_interleave(rows_per_entry)
-            return add_target_noise_naive(logits, offsets, slots, positions, temperature, seeds, use_fp64)
+            return add_target_noise_naive(logits, offsets, slots, positions, temperature, seeds, use_fp64, sharpness)
     out = torch.empty_like(logits, dtype=torch.float32)
     _add_target_noise_kernel[(num_rows, triton.cdiv(vocab_size, BLOCK))](
         logits,
@@ -109,6 +117,7 @@ def add_target_noise(
         temperature,
         seeds,
         vocab_size,
+        sharpness,
         ROWS_PER_ENTRY=rows_per_entry,
         USE_FP64=use_fp64,
         BLOCK=BLOCK,
@@ -133,6 +142,7 @@ def _add_candidate_noise_kernel(
     seeds_ptr,  # int64 [S]
     num_candidates,
     num_packed,
+    sharpness,  # factor of the scores in rows without noise
     ROWS_PER_ENTRY: tl.constexpr,
     USE_FP64: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -141,19 +151,21 @@ def _add_candidate_noise_kernel(
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(idx_mapping_ptr + row // ROWS_PER_ENTRY).to(tl.int64)
     temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
-    if temperature != 0.0:
-        seed = tl.load(seeds_ptr + slot)
-        position = tl.load(positions_ptr + row)
+    is_sampled = temperature != 0.0
+    if is_sampled | (sharpness != 1.0):
         p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
         n = p[:, None] * SLOTS + tl.arange(0, SLOTS)[None, :]
         inside = n < num_candidates
         place = row * num_candidates + n
         x = tl.load(scores_ptr + place, mask=inside, other=float("-inf"))
         token = tl.load(tokens_ptr + place, mask=inside, other=0).to(tl.int64)
-        key = token
-        if offsets_ptr is not None:
-            key = token + tl.load(offsets_ptr + token, mask=inside, other=0)
-        x = x / temperature + _gumbel(seed, position, key, USE_FP64)  # one that is no candidate stays at -inf
+        if is_sampled:  # one that is no candidate stays at -inf
+            key = token
+            if offsets_ptr is not None:
+                key = token + tl.load(offsets_ptr + token, mask=inside, other=0)
+            x = x / temperature + _gumbel(tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), key, USE_FP64)
+        else:
+            x = x * sharpness
         tl.store(scores_ptr + place, x, mask=inside)
         best = tl.max(tl.where(x > float("-inf"), pack(x, token), NO_CANDIDATE), axis=1)
         tl.store(packed_ptr + row * num_packed + p, best, mask=p < num_packed)
@@ -170,6 +182,7 @@ def add_candidate_noise(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     use_fp64: bool = False,
+    sharpness: float = 1.0,
 ) -> None:
     """:func:`add_target_noise` for the few tokens that a FlashHead scored, in place; one launch.
 
@@ -184,7 +197,7 @@ def add_candidate_noise(
     rows_per_entry = num_rows // idx_mapping.shape[0]
     if packed is None:
         slots = idx_mapping.repeat_interleave(rows_per_entry)
-        add_candidate_noise_naive(scores, tokens, offsets, slots, positions, temperature, seeds, use_fp64)
+        add_candidate_noise_naive(scores, tokens, offsets, slots, positions, temperature, seeds, use_fp64, sharpness)
         return
     assert scores.is_contiguous() and tokens.is_contiguous() and packed.is_contiguous()
     blocks = triton.cdiv(packed.shape[1], BLOCK // SLOTS)
@@ -199,6 +212,7 @@ def add_candidate_noise(
         seeds,
         num_candidates,
         packed.shape[1],
+        sharpness,
         ROWS_PER_ENTRY=rows_per_entry,
         USE_FP64=use_fp64,
         SLOTS=SLOTS,
@@ -263,6 +277,7 @@ def add_target_noise_naive(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     use_fp64: bool = False,
+    sharpness: float = 1.0,
 ) -> torch.Tensor:
     """:func:`add_target_noise` in plain PyTorch: the kernel's twin, and what runs where kernels are interpreted.
 
@@ -271,14 +286,14 @@ def add_target_noise_naive(
     Args:
         slots: int [rows]; negative entries are padding. The others are :func:`add_target_noise`'s.
     """
-    out = logits.float().clone()
+    out = logits.float() * sharpness
     scale = torch.where(slots >= 0, temperature[slots.clamp(min=0)].float(), 0.0)
     rows = scale.nonzero().flatten()
     if rows.numel():
         tokens = torch.arange(logits.shape[1], device=logits.device)
         keys = tokens if offsets is None else tokens + offsets
         noise = gumbel_noise_naive(seeds[slots[rows]], positions[rows], keys, use_fp64)
-        out[rows] = out[rows] / scale[rows, None] + noise.float()
+        out[rows] = logits[rows].float() / scale[rows, None] + noise.float()
     return out
 
 
@@ -291,6 +306,7 @@ def add_candidate_noise_naive(
     temperature: torch.Tensor,
     seeds: torch.Tensor,
     use_fp64: bool = False,
+    sharpness: float = 1.0,
 ) -> None:
     """:func:`add_candidate_noise` in plain PyTorch, but for ``packed``: the kernel's twin, and what runs without a GPU.
 
@@ -299,6 +315,8 @@ def add_candidate_noise_naive(
     """
     scale = torch.where(slots >= 0, temperature[slots.clamp(min=0)].float(), 0.0)
     rows = scale.nonzero().flatten()
+    if sharpness != 1.0:
+        scores[scale == 0] *= sharpness
     if rows.numel():
         ids = tokens[rows].long()
         keys = ids if offsets is None else ids + offsets[ids]

@@ -52,7 +52,7 @@ KINDS = {
             name="dynamic",
             builder="vllm_crossspec.tree.dynamic:DynamicTree",
             needs="levels",
-            defaults=MappingProxyType({"depth": 8, "top_k": 10, "num_nodes": 60}),
+            defaults=MappingProxyType({"depth": 8, "top_k": 10, "num_nodes": 60, "sharpness": 2.0}),
         ),
         TreeKind(
             name="best_first",

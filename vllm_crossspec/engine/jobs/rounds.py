@@ -45,7 +45,7 @@ def _facts(llm: Any, settings: CrossSpecConfig) -> rounds.RoundsFacts:
     return rounds.RoundsFacts(
         target=identify(str(target.model), "--model", target.revision),
         drafter=identify(drafter.model, "--spec", drafter.native.get("revision")),
-        tree=TreeShape(depth, top_k, num_nodes),
+        tree=TreeShape(depth, top_k, num_nodes, drafter.tree.sharpness or 1.0),
     )
 
 

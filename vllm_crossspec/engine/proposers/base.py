@@ -125,7 +125,7 @@ class Proposer(ABC):
         """
         if not self.drafts.is_coupled:
             return None
-        return NoiseKeys(idx_mapping, positions, temperature, seeds, self.use_fp64_gumbel)
+        return NoiseKeys(idx_mapping, positions, temperature, seeds, self.use_fp64_gumbel, self.drafts.sharpness)
 
     def samples_natively(self, draft_logits: torch.Tensor | None) -> bool:
         """Whether vLLM's own sampling of drafts serves: it keeps logits, or takes the arg-max shard by shard."""
