@@ -23,6 +23,9 @@ TARGET, EAGLE3, DFLASH, DART = POCKET / "target", POCKET / "eagle3", POCKET / "d
 CONFU = POCKET / "confu"
 NGRAM = POCKET / "ngram" / "store.safetensors"
 CHAIN = {"type": "chain"}
+NO_ENTROPY = 100.0
+"""Nats that no distribution has: with it as the threshold the entropy policy takes the parallel drafter, with 0 the
+autoregressive one."""
 KV_CACHE_BYTES = 128 << 20
 """Of an engine: ten times what its requests can fill. Most of an engine's start would be to clear a gibibyte."""
 K = 7
@@ -45,12 +48,13 @@ def tree(method: str, folder: Path, num_nodes: int = 60, **sizes: Any) -> dict[s
 
 
 def both(active: str) -> dict[str, Any]:
-    """Both pocket drafters loaded together, one drafting, the other caught up."""
+    """Both pocket drafters loaded together, of which the router always takes one, the other caught up."""
+    router = {"policy": "entropy", "threshold": 0.0 if active == "eagle3" else NO_ENTROPY}
     return {
         "method": "whiflash",
         "num_speculative_tokens": K,
         "drafters": {"eagle3": {"model": str(EAGLE3)}, "dflash": {"model": str(DFLASH)}},
-        "router": {"policy": "fixed", "drafter": active},
+        "router": router,
     }
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from vllm_crossspec import config_parsing
 from vllm_crossspec.engine.speculators.routed import RoutedSpeculator
+from vllm_crossspec.engine.speculators.single import SingleSpeculator
 from vllm_crossspec.router.costs import RoundCosts, as_json
 
 NODES = 12
@@ -40,6 +41,16 @@ def test_a_form_has_its_owners_settings_and_its_own():
     assert (chain.kind, chain.model, chain.dtype, chain.of) == ("eagle3", "m", "bfloat16", "e")
     assert chain.tree.is_chain and not config.drafters["e"].tree.is_chain
     assert config.owners == ("e",) and config.owner_of("chain") == config.owner_of("e") == "e"
+
+
+def test_by_policy_fixed_only_one_drafter_is_left_with_its_owners_weights():
+    config = parsed({"chain": {"of": "eagle3", "num_speculative_tokens": 3}, "eagle3": DRAFTERS["eagle3"], "ngram": {}})
+    alone = config.without_idle()
+    assert list(alone.drafters) == [alone.active] == ["chain"] and not alone.is_routed
+    assert alone.drafters["chain"] == config.drafters["chain"].model_copy(update={"of": None})
+    assert alone.path_of("chain") == "speculative_config.drafters.chain."
+    several = config_parsing.parse(spec({"eagle3": DRAFTERS["eagle3"], "ngram": {}}), ())
+    assert several.without_idle() == several
 
 
 @pytest.mark.parametrize(
@@ -121,7 +132,7 @@ def take_turns(worker: Any) -> None:
 
 @pytest.mark.e2e
 def test_all_forms_by_turns_are_plains_text_and_no_row_is_verified_for_nothing():
-    with engines.engine(spec(DRAFTERS, policy="fixed", drafter="eagle3")) as llm:
+    with engines.engine(spec(DRAFTERS, policy="goodput", explore=False)) as llm:
         llm.collective_rpc(take_turns)
         assert everything(llm) == plain()
         stats = llm.collective_rpc("crossspec_stats")[0]
@@ -139,24 +150,44 @@ def test_a_form_drafts_what_a_drafter_of_its_own_would():
     accepted = {}
     for name in ("chain", "block"):
         owner = DRAFTERS[name]["of"]
-        shared = spec({owner: DRAFTERS[owner], name: DRAFTERS[name]}, policy="fixed", drafter=name)
+        the_last = {"policy": "entropy", "threshold": engines.NO_ENTROPY}
+        shared = spec({owner: DRAFTERS[owner], name: DRAFTERS[name]}, **the_last)
         own = {"type": owner, "model": DRAFTERS[owner]["model"]} | {"num_speculative_tokens": WIDTHS[name]}
-        alone = spec({owner: DRAFTERS[owner], name: own}, policy="fixed", drafter=name)
-        for spelled in (shared, alone):
+        alone = spec({owner: DRAFTERS[owner], name: own}, **the_last)
+        fixed = spec(DRAFTERS, policy="fixed", drafter=name)
+        for spelled in (shared, alone, fixed):
             with engines.engine(spelled) as llm:
                 assert everything(llm) == plain()
                 stats = llm.collective_rpc("crossspec_stats")[0][name]
                 accepted.setdefault(name, []).append((stats["accepted_tokens"], stats["drafts"]))
-    assert all(first == second and first[0] > 20 for first, second in accepted.values())
+    assert all(len(set(found)) == 1 and found[0][0] > 20 for found in accepted.values())
+
+
+def keep_planned(worker: Any) -> None:
+    """Keep the draft tokens that the scheduler plans of each request, before any is cut."""
+    runner, worker.planned = worker.model_runner, set()
+    execute = runner.execute_model
+
+    def executed(scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
+        worker.planned |= {len(drafts) for drafts in scheduler_output.scheduled_spec_decode_tokens.values()}
+        return execute(scheduler_output, *arguments, **options)
+
+    runner.execute_model = executed
 
 
 @pytest.mark.e2e
-def test_nothing_drafted_is_one_row_a_request_and_others_follow_it_at_once():
-    drafters = {name: DRAFTERS[name] for name in ("eagle3", "plain")}
-    with engines.engine(spec(drafters, policy="fixed", drafter="plain")) as llm:
+@pytest.mark.parametrize(("name", "layers"), [("chain", 1), ("block", None), ("narrow", 1), ("ngram", 0), ("plain", 0)])
+def test_a_fixed_arm_is_a_method_of_its_own(name, layers):
+    """No other drafter is loaded, has a cache or is told anything, and no row is planned beyond what it drafts."""
+    with engines.engine(spec(DRAFTERS, policy="fixed", drafter=name)) as llm:
+        llm.collective_rpc(keep_planned)
         assert everything(llm) == plain()
         stats = llm.collective_rpc("crossspec_stats")[0]
-    assert stats["eagle3"]["drafts"] == 0 and stats["plain"]["accepted_tokens"] == 0
+        host = llm.collective_rpc(lambda worker: worker.model_runner.speculator)[0]
+        planned = llm.collective_rpc(lambda worker: worker.planned)[0]
+    assert list(stats) == list(host.proposers) == [name] and type(host) is SingleSpeculator
+    assert layers is None or len(host.draft_attn_layer_names) == layers
+    assert planned == ({WIDTHS[name]} if WIDTHS[name] else set())
 
 
 @pytest.mark.e2e

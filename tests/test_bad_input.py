@@ -159,7 +159,7 @@ CASES = {
         "speculative_config.drafters.dart.ngram.model .*: there is no such file",
     ),
     "one of two drafters missing": (
-        lambda tmp: engines.both("eagle3") | {"drafters": {"eagle3": {"model": str(tmp / "none")}}},
+        lambda tmp: whiflash(eagle3={"model": str(tmp / "none")}),
         "speculative_config.drafters.eagle3.model: there is no folder",
     ),
     "one of two drafters cut short": (

@@ -1,5 +1,6 @@
 """What rounds cost: at which sizes they are measured, for whom, and that measuring leaves no trace."""
 
+import contextlib
 import os
 from types import SimpleNamespace
 from unittest import mock
@@ -59,6 +60,43 @@ def test_sizes_follow_the_schedule_that_measured_steps_ask_for():
     assert found[1] == 60 and found[64] == 7
 
 
+def test_a_machine_that_gets_slower_while_it_is_measured_gets_slower_for_all_drafters(monkeypatch):
+    """Twice as slow from the middle on: what a round costs with one drafter beside another is as ever."""
+    host = runner([(1, 1, 60)], max_num_reqs=1)
+    host.measured_step_costs = lambda: None
+    host.settings = SimpleNamespace(planned=lambda width: width, width_of={"tree": 60, "chain": 4, "plain": 0}.get)
+    host.speculator.order = ("tree", "chain", "plain")
+    host.speculator.router = SimpleNamespace(settings=SimpleNamespace(owners=(0, 0, 2)))
+    host.speculator.drafting_alone = lambda name: contextlib.nullcontext()
+    timed = []
+
+    def time_step(_, num_reqs, width, context=None):
+        timed.append(width)
+        seconds = 1.0 if len(timed) <= 3 * (1 + load.REPEATS) / 2 else 2.0
+        return load.Cost(seconds * (1 + width / 10), seconds * width / 20)
+
+    group = SimpleNamespace(broadcast_object=lambda found, src: found)
+    monkeypatch.setattr(load, "time_step", time_step)
+    monkeypatch.setattr(round_costs, "time_switch", lambda *arguments: 0.0)
+    monkeypatch.setattr(round_costs, "get_tp_group", lambda: group)
+    found = round_costs.measure(host)
+    assert timed.count(60) == timed.count(4) == timed.count(0) == 1 + load.REPEATS
+    tree, chain, plain = found.round_seconds(0)
+    assert (tree / plain, chain / plain) == pytest.approx((10.0, 1.6))
+
+
+@pytest.mark.parametrize(("num_drafting", "expected"), [(1, 0.04), (4, 0.01)])
+def test_a_round_costs_what_one_drafter_of_those_of_a_dummy_step_drafts_in(num_drafting, expected, monkeypatch):
+    host = runner()
+    host.speculator.num_drafting = num_drafting
+    host.step_timing, host.decode_query_len, host.sample = None, 1, lambda *arguments: None
+    host._dummy_run = lambda *arguments, **options: (None, None)
+    clock = SimpleNamespace(mark=lambda: None, spans=lambda: (0.02, 0.04, 0.01))
+    monkeypatch.setattr(load, "StepClock", lambda device: clock)
+    monkeypatch.setattr(load, "verification_batch", lambda *arguments: None)
+    assert load.time_step(host, 4, 8) == pytest.approx((0.03, expected))
+
+
 @pytest.mark.parametrize(
     ("policy", "thresholds", "checkpoint", "wanted"),
     [
@@ -89,7 +127,23 @@ def measured(worker):
     assert all(cache.any() for cache in caches)
     costs = round_costs.measure(worker.model_runner)
     same = all(torch.equal(*pair) for pair in zip(before, caches, strict=True))
-    return costs, same, host._alone
+    return costs, same, host._alone, drafting(worker.model_runner)
+
+
+def drafting(runner):
+    """Drafters that draft in a timed step, and how many are said to: of all, and where one is timed alone."""
+    host, drafted, found = runner.speculator, [], []
+    for name, proposer in host.proposers.items():
+        inner = proposer.propose_step
+        proposer.propose_step = lambda step, name=name, inner=inner: drafted.append(name) or inner(step)
+    for timed in (contextlib.nullcontext(), host.drafting_alone("dflash")):
+        with timed:
+            drafted.clear()
+            load.time_step(runner, 1, 4)
+            found.append((sorted(drafted), host.num_drafting))
+    for proposer in host.proposers.values():
+        del proposer.propose_step
+    return found
 
 
 @pytest.mark.e2e
@@ -102,10 +156,11 @@ def test_measuring_leaves_no_trace():
     ):
         prompts = engines.prompts(2)
         before = engines.generate(llm, prompts, max_tokens=12)
-        (costs, same, alone), *_ = llm.collective_rpc(measured)
+        (costs, same, alone, drafted), *_ = llm.collective_rpc(measured)
         after = engines.generate(llm, prompts, max_tokens=12)
     assert costs.batch_sizes == (1, 2) and costs.num_drafters == 2
     assert all(seconds > 0 for table in (costs.draft, costs.verify, costs.switch) for row in table for seconds in row)
     assert costs.verify[0][0] != costs.verify[0][1], "chains of 4 and of 7"
     assert costs.draft[0][0] != costs.draft[0][1]
+    assert drafted == [(["dflash", "eagle3"], 2), (["dflash"], 1)]
     assert (same, alone, after) == (True, None, before)

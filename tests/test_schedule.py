@@ -49,6 +49,15 @@ def test_a_router_that_may_choose_not_to_draft_takes_the_schedules_place():
         assert resolve_schedules(config, True).drafters["eagle3"].tree.by_batch_size == expected
 
 
+def test_what_drafts_nothing_has_one_row_a_request():
+    from vllm_crossspec.engine.frontend.schedule import resolve_schedules
+
+    drafters = {"eagle3": {"model": "m", "tree": {"num_nodes": 9}}, "plain": {"type": "nothing"}}
+    config = parse({"method": "whiflash", "drafters": drafters, "router": {"drafter": "plain"}}, ()).without_idle()
+    for can_measure in (True, False):
+        assert resolve_schedules(config, can_measure).drafters["plain"].tree.by_batch_size == {1: 0}
+
+
 def test_query_lens_are_the_tree_its_parts_a_chain_and_nothing():
     assert WIDTHS == (60, 30, 15, 8, 0)
     assert candidate_widths(4, 8) == (4, 2, 1, 0)

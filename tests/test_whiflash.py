@@ -84,8 +84,9 @@ def test_mixed_routes_give_plains_text(plain, trees):
     assert decisions >= tokens - accepted_tokens - sum(len(batch) for batch in plain)
 
 
-def test_a_fixed_drafter_costs_the_others_nothing():
-    with engines.engine(spec(policy="fixed", drafter="dflash", max_backlog=512), enable_prefix_caching=False) as llm:
+def test_a_drafter_that_nobody_chooses_costs_the_others_nothing():
+    never = {"policy": "entropy", "threshold": engines.NO_ENTROPY}
+    with engines.engine(spec(**never, max_backlog=512), enable_prefix_caching=False) as llm:
         engines.generate(llm, engines.prompts(4), max_tokens=12)
         drafters = routing(llm)["drafters"]
         stats = llm.collective_rpc("crossspec_stats")[0]

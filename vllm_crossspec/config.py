@@ -189,9 +189,9 @@ class RouterConfig(Settings):
     """Which drafter drafts for a request in a round.
 
     Attributes:
-        policy: ``fixed`` is always ``drafter``; ``entropy`` and ``neural`` are WhiFlash's (Kwon et al. 2026, section
-            3.3); ``goodput`` takes the drafter with the most expected tokens per second, by what its drafts have been
-            worth or, with ``model``, by a trained router's word. ``record`` is what
+        policy: ``fixed`` is always ``drafter``, and no other is loaded; ``entropy`` and ``neural`` are WhiFlash's (Kwon
+            et al. 2026, section 3.3); ``goodput`` takes the drafter with the most expected tokens per second, by what
+            its drafts have been worth or, with ``model``, by a trained router's word. ``record`` is what
             ``crossspec collect`` uses: every drafter drafts, nothing is verified.
         drafter: of policy ``fixed``, a key of ``drafters``.
         model: folder of a trained router (``neural``, ``goodput``; for ``entropy`` it says what "auto" means).
@@ -279,6 +279,13 @@ class CrossSpecConfig(Settings):
     def active(self) -> str:
         """Name of the drafter that drafts."""
         return (self.router.drafter if self.router else None) or next(iter(self.drafters))
+
+    def without_idle(self) -> "CrossSpecConfig":
+        """Of these settings, as they were parsed, what can ever draft: by policy ``fixed`` one drafter, as if alone."""
+        if self.router is None or self.router.policy != "fixed":
+            return self
+        alone = self.drafters[self.active].model_copy(update={"of": None})
+        return self.model_copy(update={"drafters": {self.active: alone}})
 
     def path_of(self, name: str) -> str:
         """How the keys of a drafter begin, as the user wrote them."""

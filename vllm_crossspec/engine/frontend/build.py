@@ -57,7 +57,7 @@ def build(engine_args: Any, target_model_config: Any, target_parallel_config: An
             f"speculative_config.method {raw['method']!r} with our keys needs vLLM's V2 model runner; "
             "unset VLLM_USE_V2_MODEL_RUNNER (V1 is deprecated)"
         )
-    settings = config_parsing.parse(raw, native_keys())
+    settings = config_parsing.parse(raw, native_keys()).without_idle()
     target = TargetFacts(
         name=str(target_model_config.model),
         hidden_size=target_model_config.get_hidden_size(),

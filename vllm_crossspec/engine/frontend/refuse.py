@@ -132,11 +132,6 @@ def unsupported_features(vllm_config: Any) -> list[str]:
         found.append("data parallelism with adaptive trees (ranks would draft apart)")
     if settings.is_routed and parallel.data_parallel_size > 1:
         found.append("data parallelism with several drafters of vllm_crossspec (ranks would draft apart)")
-    if len(settings.drafters) > 1 and speculative is not None:
-        if speculative.draft_sample_method == "probabilistic":
-            found.append("draft_sample_method 'probabilistic' with several drafters")
-        if settings.verification == "rejection" and speculative.num_speculative_tokens_per_batch_size:
-            found.append("num_speculative_tokens_per_batch_size with several drafters and verification 'rejection'")
     if settings.verification == "match":
         found.extend(_unsupported_by_match(vllm_config))
     if settings.has_trees:

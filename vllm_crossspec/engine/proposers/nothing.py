@@ -27,5 +27,6 @@ class NothingProposer(CachelessProposer):
         return self.nothing[: step.batch.num_reqs]
 
     def propose_step(self, step: StepInputs) -> Candidates:
-        """No launch."""
-        return Candidates(tree=first_rows(self.tree, step.batch.num_reqs))
+        """No launch; where no shapes are stored, tokens that nobody plans."""
+        tree = first_rows(self.tree, step.batch.num_reqs)
+        return Candidates(tokens=tree.tokens, tree=tree)

@@ -210,6 +210,11 @@ class Speculator(StandInSpeculator):
             int64 [R, N] draft tokens as the scheduler plans them.
         """
 
+    @property
+    def num_drafting(self) -> int:
+        """Drafters that draft in a dummy round."""
+        return len(self.proposers)
+
     def all_opted_out(self, batch: Any) -> bool:
         """Whether no request of the batch wants drafts."""
         state = self.kept.state

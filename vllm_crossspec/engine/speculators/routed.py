@@ -392,6 +392,11 @@ class RoutedSpeculator(Speculator):
                 self.kept.keep(drafted, batch, drafter=None)
         return self.drafts.tokens[:num_reqs]
 
+    @property
+    def num_drafting(self) -> int:
+        """See the base class."""
+        return len(self.proposers) if self._alone is None else 1
+
     @contextlib.contextmanager
     def drafting_alone(self, name: str) -> Iterator[None]:
         """Let dummy rounds be of one drafter, so that it can be timed."""

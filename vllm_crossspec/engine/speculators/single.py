@@ -1,4 +1,4 @@
-"""The speculator of one drafter; others beside it stay up to date and never draft."""
+"""The speculator of one drafter."""
 
 import torch
 from torch import nn
@@ -9,10 +9,10 @@ from vllm_crossspec.types import StepInputs
 
 
 class SingleSpeculator(Speculator):
-    """The active proposer drafts in every round, the others catch up.
+    """The proposer drafts in every round.
 
-    Where nobody drafts (the load is high, or no request wants drafts) all of them catch up, by many tokens at once
-    where they can take tokens in without a forward pass.
+    Where nobody drafts (the load is high, or no request wants drafts) it catches up, by many tokens at once where it
+    can take tokens in without a forward pass. Several are there to be recorded alone (``recording``).
     """
 
     may_defer = True
@@ -43,16 +43,16 @@ class SingleSpeculator(Speculator):
             return self.kept.nothing(step.batch.num_reqs, step.num_scheduled)
         if not step.is_dummy:
             self._take_in_deferred()
+        # A dummy run must touch every drafter: graphs, memory profile and expert parallelism depend on it.
         for name, proposer in self.proposers.items():
             own = self.step_of(name, step)
-            # A dummy run must touch every drafter: graphs, memory profile and expert parallelism depend on it.
-            if (proposer is self.active and not wants_none) or step.is_dummy:
-                if len(self.proposers) == 1:
-                    own.options["num_speculative_tokens"] = step.num_scheduled
-                candidates = proposer.propose_step(own)
-                drafted = candidates if proposer is self.active else drafted
-            else:
+            if len(self.proposers) == 1:  # of several each has a length of its own
+                own.options["num_speculative_tokens"] = step.num_scheduled
+            if wants_none:
                 proposer.catch_up(own)
+                continue
+            candidates = proposer.propose_step(own)
+            drafted = candidates if proposer is self.active else drafted
         if drafted is None:
             return self.kept.nothing(step.batch.num_reqs, step.num_scheduled)
         if step.is_dummy:

@@ -5,6 +5,7 @@ its batch. So the pass is measured at each drafter's width, once for all that ha
 steps in the same order, and rank 0's clock decides for all: they must route alike.
 """
 
+import functools
 import statistics
 import time
 from typing import Any
@@ -64,6 +65,12 @@ def batch_sizes(runner: Any, step_costs: load.StepTable | None) -> dict[int, int
     return found
 
 
+def time_alone(runner: Any, name: str, num_reqs: int, width: int) -> load.Cost:
+    """Time a dummy step in which one drafter drafts; see ``load.time_step``."""
+    with runner.speculator.drafting_alone(name):
+        return load.time_step(runner, num_reqs, width)
+
+
 def time_switch(speculator: Any, name: str, num_reqs: int) -> float:
     """Seconds in which every one of ``num_reqs`` requests catches up with what the drafter has missed of it."""
     clock = StepClock(speculator.device)
@@ -86,11 +93,9 @@ def measure(runner: Any) -> RoundCosts | None:
     widths = batch_sizes(runner, step_costs)
     draft, verify, switch = {}, {}, {}
     for size in sorted(widths, reverse=True):  # the largest first, so that memory grows once
-        steps: list[load.Cost] = []
         own = {name: min(settings.planned(settings.width_of(name)), widths[size]) for name in speculator.order}
-        for name in speculator.order:
-            with speculator.drafting_alone(name):
-                steps += load.time_steps(runner, [(size, own[name])]).values()
+        rounds = [functools.partial(time_alone, runner, name, size, own[name]) for name in speculator.order]
+        steps = load.by_turns(rounds, load.num_repeats(runner))
         draft[size] = tuple(step.draft for step in steps)
         verify[size] = tuple(
             statistics.median(step.step for other, step in zip(own, steps, strict=True) if own[other] == own[name])

@@ -7,6 +7,7 @@ vLLM's scheduler the schedule chosen from it. Ranks run the same steps in the sa
 
 import contextlib
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -84,6 +85,7 @@ def verification_batch(runner: Any, num_reqs: int, width: int) -> InputBatch:
 def time_step(runner: Any, num_reqs: int, width: int, context: int | None = None) -> Cost:
     """Time a dummy step of ``num_reqs`` requests with ``width`` draft tokens each.
 
+    Every drafter drafts in a dummy step, for a round of requests one of them does: their mean, which rounds correct.
     Every request has ``context`` tokens before the measured ones, :data:`CONTEXT_TOKENS` if nothing is said, and fewer
     where the model's length does not allow it.
 
@@ -100,21 +102,29 @@ def time_step(runner: Any, num_reqs: int, width: int, context: int | None = None
         runner.sample(hidden, batch, None)
         clock.mark()
     forward, draft, verify = clock.spans()
-    return Cost(forward + verify, draft)
+    return Cost(forward + verify, draft / runner.speculator.num_drafting)
+
+
+def by_turns(steps: Sequence[Callable[[], Cost]], repeats: int) -> list[Cost]:
+    """Median costs of steps, each timed once in every turn, so that a disturbance hits all alike.
+
+    A first turn is not counted: kernels are compiled in it.
+    """
+    turns = [[step() for step in steps] for _ in range(1 + repeats)][1:]
+    return [Cost(*map(statistics.median, zip(*costs, strict=True))) for costs in zip(*turns, strict=True)]
+
+
+def num_repeats(runner: Any) -> int:
+    """Turns that count."""
+    return REPEATS_ON_CPU if runner.device.type == "cpu" else REPEATS
 
 
 def time_steps(
     runner: Any, points: Sequence[tuple[int, int]], context: int | None = None
 ) -> dict[tuple[int, int], Cost]:
-    """Median costs by (running requests, draft tokens), measured in turns, so that a disturbance hits all alike.
-
-    A first turn is not counted: kernels are compiled in it.
-    """
-    repeats = REPEATS_ON_CPU if runner.device.type == "cpu" else REPEATS
-    turns = [{point: time_step(runner, *point, context) for point in points} for _ in range(1 + repeats)][1:]
-    return {
-        point: Cost(*map(statistics.median, zip(*(turn[point] for turn in turns), strict=True))) for point in points
-    }
+    """Median costs by (running requests, draft tokens), measured in turns."""
+    steps = [functools.partial(time_step, runner, *point, context) for point in points]
+    return dict(zip(points, by_turns(steps, num_repeats(runner)), strict=True))
 
 
 def batch_sizes(runner: Any, width: int) -> list[int]:
