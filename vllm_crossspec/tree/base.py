@@ -52,13 +52,13 @@ KINDS = {
             name="dynamic",
             builder="vllm_crossspec.tree.dynamic:DynamicTree",
             needs="levels",
-            defaults=MappingProxyType({"depth": 8, "top_k": 10, "num_nodes": 60, "sharpness": 2.0}),
+            defaults=MappingProxyType({"depth": 8, "top_k": 10, "num_nodes": 60, "sharpness": 1.5}),
         ),
         TreeKind(
             name="best_first",
             builder="vllm_crossspec.tree.best_first:best_first",
             needs="marginals",
-            defaults=MappingProxyType({"num_nodes": 60, "ngram_weight": 0.5}),
+            defaults=MappingProxyType({"num_nodes": 60, "ngram_weight": 0.5, "sharpness": 1.3}),
             ngram_builder="vllm_crossspec.tree.continuity:ContinuityTree",
         ),
         TreeKind(
