@@ -251,7 +251,7 @@ class Campaign:
     def run(self, all_steps: Sequence[Step], only: Sequence[str] = ()) -> None:
         """Run what has not passed yet, in order, as far as the minutes go."""
         for step in all_steps:
-            if self._is_done(step) or (only and not any(step.name.startswith(name) for name in only)):
+            if self.is_done(step) or (only and not any(step.name.startswith(name) for name in only)):
                 continue
             missing = [name for name in step.needs if not self._has_passed(name)]
             if step.choices and not any(self._has_passed(need) for need, _ in step.choices):
@@ -263,7 +263,19 @@ class Campaign:
             else:
                 self._run(step)
 
-    def _is_done(self, step: Step) -> bool:
+    def plan(self, all_steps: Sequence[Step]) -> dict[str, float]:
+        """The minute at which each step is begun that is still to run, were all to take as long as they say.
+
+        One that is not in it does not fit any more.
+        """
+        spent, found = self.spent, {}
+        for step in all_steps:
+            if not self.is_done(step) and spent + step.minutes <= self.minutes:
+                found[step.name] = spent
+                spent += step.minutes
+        return found
+
+    def is_done(self, step: Step) -> bool:
         """Whether it has passed with all that it can have: what was mended since is not left out."""
         return self._has_passed(step.name) and self.state[step.name].get("chosen", []) == self._chosen(step)
 
@@ -338,6 +350,21 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
 def _last_line(log: Path) -> str:
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:300] if lines else "no output"
+
+
+def listed(campaign: Campaign, all_steps: Sequence[Step]) -> str:
+    """A line for each step: how it went, how long it takes, whether the minutes reach so far, and what it needs."""
+    plan, lines = campaign.plan(all_steps), []
+    for step in all_steps:
+        state = campaign.state.get(step.name, {})
+        when = f"from minute {plan[step.name]:.0f}" if step.name in plan else "does not fit"
+        needs = ", ".join(dict.fromkeys([*step.needs, *(need for need, _ in step.choices)]))
+        lines.append(
+            f"{step.name:24} {state.get('status', 'not run'):8} {step.minutes:g} min, "
+            f"{'done' if campaign.is_done(step) else when:15}  needs {needs or 'nothing'}"
+        )
+    total = sum(step.minutes for step in all_steps)
+    return "\n".join([*lines, f"{total:g} minutes in all, {campaign.minutes:g} are given"])
 
 
 def tables(campaign: Campaign, options: argparse.Namespace) -> str:
@@ -455,11 +482,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     campaign = Campaign(options.out, options.minutes)
     all_steps = steps(options.out.resolve(), options)
     if options.list:
-        for step in all_steps:
-            state = campaign.state.get(step.name, {})
-            print(
-                f"{step.name:32} {state.get('status', 'not run'):8} {step.minutes:g} min  needs {', '.join(step.needs)}"
-            )
+        print(listed(campaign, all_steps))
         return 0
     if not options.no_run:
         campaign.run(all_steps, [name for name in options.only.split(",") if name])

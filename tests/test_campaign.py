@@ -107,6 +107,21 @@ def test_what_does_not_fit_into_the_minutes_is_left(tmp_path):
     assert campaign.state["long"]["why"].startswith("needs 6 minutes, 5.0 are left")
 
 
+def test_the_list_says_which_steps_fit_into_the_minutes(tmp_path):
+    steps = [
+        Step("a", command("pass"), minutes=2),
+        Step("long", command("pass"), ("a",), 4.5),
+        Step("b", command("pass"), minutes=1, choices=(("a", ()), ("long/part", ()))),
+    ]
+    campaign = Campaign(tmp_path, 6)
+    assert campaign.plan(steps) == {"a": 0.0, "b": 2.0}, "what is too long stops nothing"
+    campaign.run(steps[:1])
+    assert campaign.plan(steps) == {"long": pytest.approx(0.0, abs=0.2), "b": pytest.approx(4.5, abs=0.2)}
+    a, long, b, total = module.listed(campaign, steps).splitlines()
+    assert "passed" in a and "done" in a and "from minute 0" in long and "needs a, long/part" in b
+    assert total == "7.5 minutes in all, 6 are given"
+
+
 @pytest.mark.parametrize("shape", ["8b", "0.2b"])
 def test_every_step_stands_on_steps_before_it(tmp_path, shape):
     options = module.arguments(["--out", str(tmp_path), "--large", shape])
