@@ -6,8 +6,12 @@
 
 Each step is a command of its own with a log and a JSON document in the folder, and ends within nine minutes. A step
 that fails stops the steps that stand on it and nothing else: a method whose texts differ from plain generation's is not
-timed. The same command again skips what has passed and tries the rest once more. On another machine, or to see that it
-all runs, choose smaller models: ``--large 0.6b --small 0.2b``.
+timed. The same command again skips what has passed and tries the rest once more. On another machine choose smaller
+models: ``--large 0.6b --small 0.2b``.
+
+``--rehearse`` is to see that all of it runs, and measures nothing: every step with few tokens, prompts and batch sizes,
+in OUT/rehearsal. It is for a simulated GPU, too, where nothing computes: a method passes an identity step by having
+answered, whatever it says there, and the kernels' tests by being collected.
 """
 
 import argparse
@@ -21,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +58,23 @@ KERNEL_TESTS = (
 END_SECONDS = 30.0
 """For a step that is ended to end its engines and write what it has measured."""
 
-CAMPAIGN_MINUTES = 40.0
+CAMPAIGN_MINUTES, REHEARSAL_MINUTES = 40.0, 60.0
+
+REHEARSED: dict[str, tuple[str, ...]] = {
+    "kernels": ("--collect-only",),
+    "inflate": (),
+    "eager-identity": ("--limit", "12", "--max-tokens", "6"),
+    "identity": ("--limit", "12", "--max-tokens", "6"),
+    "bench": ("--batch-sizes", "1,8", "--waves", "2", "--max-tokens", "6"),
+    "rounds": ("--batch-sizes", "1,8", "--context", "64", "--rounds", "2"),
+    "switch-cost": ("--contexts", "512", "--backlogs", "1,64", "--repeats", "1"),
+    "kernels-trees": ("--runs", "1"),
+    "kernels-flashhead": ("--runs", "1"),
+    "kernels-search": ("--runs", "1"),
+    "ngrams": ("--nodes", "0.1", "--rows", "200", "--runs", "1"),
+    "bfloat16": ("--limit", "1", "--max-tokens", "6"),
+}
+"""What follows the commands of a rehearsal's steps, by how their names begin: the last of an option counts."""
 
 NATIVE: dict[str, dict[str, Any]] = {
     # Without a key of ours a config is vLLM's own proposer.
@@ -183,7 +203,15 @@ def steps(out: Path, options: argparse.Namespace) -> list[Step]:
         environment = {"VLLM_BATCH_INVARIANT": str(invariant)}
         needs = (f"inflate-{options.small}",)
         found.append(Step(name, [*crossspec, *bench, *spec_options, "--json", "{json}"], needs, 5, env=environment))
-    return found
+    return [_rehearsed(step) for step in found] if options.rehearse else found
+
+
+def _rehearsed(step: Step) -> Step:
+    """The same step with little to do, begun while a minute is left."""
+    if step.name == "check":
+        return step
+    words = REHEARSED[max((name for name in REHEARSED if step.name.startswith(name)), key=len)]
+    return replace(step, command=[*step.command, *words], minutes=1.0, parts=step.parts and _answered)
 
 
 def _identity_steps(
@@ -213,6 +241,11 @@ def _identical(document: dict[str, Any]) -> dict[str, str | None]:
         differs = row.get("identical_to_plain") is False
         found[row["method"]] = "a text is not plain generation's" if differs else found.get(row["method"])
     return found
+
+
+def _answered(document: dict[str, Any]) -> dict[str, str | None]:
+    """By method, that it came to its end."""
+    return {row["method"]: None for row in document["rows"]}
 
 
 def _write_prompts(file: Path) -> Path:
@@ -370,6 +403,8 @@ def listed(campaign: Campaign, all_steps: Sequence[Step]) -> str:
 def tables(campaign: Campaign, options: argparse.Namespace) -> str:
     """The page of results, from the documents that there are."""
     lines = ["# Results on a GPU", "", f"Made by `benchmarks/campaign.py` from {len(campaign.state)} steps."]
+    if options.rehearse:
+        lines += ["", "**A rehearsal**: no number here is a measurement, and no text was compared."]
     groups = [str(number) for number in range(1 + len(IDENTITY_GROUPS))]
     for shape, how in itertools.product((options.large, options.small), ("CUDA graphs", "compiled")):
         rows = list(_bench_rows(campaign.out, shape, groups if how == "CUDA graphs" else [how]))
@@ -457,7 +492,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of logs, documents and models")
-    add("--minutes", type=float, default=CAMPAIGN_MINUTES, help="of all steps together, earlier calls among them")
+    ours = f"default: {CAMPAIGN_MINUTES:g}, a rehearsal's {REHEARSAL_MINUTES:g}"
+    add("--minutes", type=float, help=f"of all steps together, earlier calls among them ({ours})")
     add("--large", default="8b", help="shape that matters most (crossspec inflate --shape)")
     add("--small", default="0.6b", help="the other shape")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the inflated models")
@@ -465,11 +501,14 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--batch-sizes", default="1,8,32,64", help="requests at a time, comma-separated")
     add("--memory", type=float, default=0.19, help="share of the GPU for each of at most five engines")
     add("--check", help="a command to run before all others, such as a check of vLLM's own kernels")
+    add("--rehearse", action="store_true", help="see that every step runs, and measure nothing")
     add("--only", default="", help="only steps whose names begin so, comma-separated")
     add("--list", action="store_true", help="print the steps and how they went, and run none")
     add("--no-run", action="store_true", help="run none")
     add("--tables", type=Path, help="write the page of results to this file")
     options = parser.parse_args(argv)
+    options.out = options.out / "rehearsal" if options.rehearse else options.out
+    options.minutes = options.minutes or (REHEARSAL_MINUTES if options.rehearse else CAMPAIGN_MINUTES)
     options.dummy_shapes = [shape for shape in (options.large, options.small) if shape in ("8b", "0.6b")] or ["0.6b"]
     return options
 
