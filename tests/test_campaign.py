@@ -12,6 +12,7 @@ import campaign as module
 from campaign import Campaign, Step
 
 from vllm_crossspec.cli.demo import METHODS
+from vllm_crossspec.cli.measure import GPU_SHARE
 
 
 def command(code):
@@ -135,6 +136,12 @@ def test_every_step_stands_on_steps_before_it(tmp_path, shape):
             timed |= {Path(words[1]).stem for _, words in step.choices}
     assert timed == {*module.NATIVE, *module.TIMED}
     assert set(module.TIMED) <= set(METHODS)
+
+
+def test_the_engines_of_a_group_stay_up_beside_each_other(tmp_path):
+    options = module.arguments(["--out", str(tmp_path)])
+    groups = [step for step in module.steps(tmp_path, options) if step.name.startswith("bench-")]
+    assert max(1 + len(step.choices) for step in groups) * options.memory <= GPU_SHARE, "plain beside each group"
 
 
 @pytest.mark.parametrize("shape", ["8b", "0.2b"])
