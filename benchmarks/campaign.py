@@ -6,8 +6,12 @@
 
 Each step is a command of its own with a log and a JSON document in the folder, and ends within nine minutes. A step
 that fails stops the steps that stand on it and nothing else: a method whose texts differ from plain generation's is not
-timed. The same command again skips what has passed and tries the rest once more. On another machine, or to see that it
-all runs, choose smaller models: ``--large 0.6b --small 0.2b``.
+timed. The same command again skips what has passed and tries the rest once more. On another machine choose smaller
+models: ``--large 0.6b --small 0.2b``.
+
+``--rehearse`` is to see that all of it runs, and measures nothing: every step with few tokens, prompts and batch sizes,
+in OUT/rehearsal. It is for a simulated GPU, too, where nothing computes: a method passes an identity step by having
+answered, whatever it says there, and the kernels' tests by being collected.
 """
 
 import argparse
@@ -21,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +58,23 @@ KERNEL_TESTS = (
 END_SECONDS = 30.0
 """For a step that is ended to end its engines and write what it has measured."""
 
-CAMPAIGN_MINUTES = 40.0
+CAMPAIGN_MINUTES, REHEARSAL_MINUTES = 40.0, 60.0
+
+REHEARSED: dict[str, tuple[str, ...]] = {
+    "kernels": ("--collect-only",),
+    "inflate": (),
+    "eager-identity": ("--limit", "12", "--max-tokens", "6"),
+    "identity": ("--limit", "12", "--max-tokens", "6"),
+    "bench": ("--batch-sizes", "1,8", "--waves", "2", "--max-tokens", "6"),
+    "rounds": ("--batch-sizes", "1,8", "--context", "64", "--rounds", "2"),
+    "switch-cost": ("--contexts", "512", "--backlogs", "1,64", "--repeats", "1"),
+    "kernels-trees": ("--runs", "1"),
+    "kernels-flashhead": ("--runs", "1"),
+    "kernels-search": ("--runs", "1"),
+    "ngrams": ("--nodes", "0.1", "--rows", "200", "--runs", "1"),
+    "bfloat16": ("--limit", "1", "--max-tokens", "6"),
+}
+"""What follows the commands of a rehearsal's steps, by how their names begin: the last of an option counts."""
 
 NATIVE: dict[str, dict[str, Any]] = {
     # Without a key of ours a config is vLLM's own proposer.
@@ -78,14 +98,20 @@ TIMED = (
 )
 """Our methods in the order in which their speed is wanted."""
 
-IDENTITY_GROUPS = (TIMED[:4], TIMED[4:8], TIMED[8:])
+GROUP = 3
+"""Methods of one step. With plain's four engines of the 8B shape fit beside each other into 80 GB; five do not."""
+
+IDENTITY_GROUPS = tuple(TIMED[start : start + GROUP] for start in range(0, len(TIMED), GROUP))
 """Methods that are compared, and timed, in one step: plain runs once for all of them."""
 
-COMPILED = ("native-eagle3", "eagle3-tree", "dflash-tree", "dart")
+COMPILED = ("native-eagle3", "eagle3-tree", "dflash-tree")
 """Timed with vLLM's own compilation, too, which takes a minute a method to start."""
 
-GRAPHS = json.dumps({"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}})
-"""Engine arguments: CUDA graphs of decode batches, without compilation."""
+SMALLER_STEPS: dict[str, Any] = {"max_num_batched_tokens": 4096}
+"""Engine arguments: enough for the prompts of a batch. vLLM's own 16384 keep 2 GiB more from the KV cache at 8B."""
+
+GRAPHS: dict[str, Any] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+"""vLLM's compilation config: CUDA graphs of decode batches, without compilation."""
 
 ROUND_METHODS = "none,native-eagle3,eagle3,eagle3-tree,native-dflash,dflash,dflash-tree,dart,confu-tree"
 
@@ -146,10 +172,10 @@ def steps(out: Path, options: argparse.Namespace) -> list[Step]:
         ]
         inflate = Step(f"inflate-{shape}", [*crossspec, *build, "--overwrite", "--no-check"], first, 2)
         bench = [*crossspec, "bench", "--model", str(models / "target"), "--dtype", options.dtype, "--json", "{json}"]
-        # One request at a time 72 prompts would take four minutes of a group's six, at 7 ms a token.
+        # One request at a time 72 prompts would take four minutes of a group's five, at 7 ms a token.
         bench += ["--batch-sizes", options.batch_sizes, "--waves", "16", "--repeats", "2", "--max-tokens", "128"]
         bench += ["--prompts", str(prompts), "--gpu-memory-utilization", str(options.memory)]
-        minutes = 6 if shape == options.large else 4
+        minutes = 5 if shape == options.large else 3
         timed: dict[str, tuple[str, tuple[str, ...]]] = {}
         for number, group in enumerate((tuple(NATIVE), *IDENTITY_GROUPS)):
             if not number:
@@ -159,11 +185,12 @@ def steps(out: Path, options: argparse.Namespace) -> list[Step]:
             for name in group:
                 spec = _write_spec(out / "specs" / shape / f"{name}.json", (NATIVE | METHODS)[name], models)
                 timed[name] = (f"identity-{number}/{name}" if number else inflate.name, ("--spec", str(spec)))
-            command = [*bench, "--engine-args", GRAPHS]
+            command = [*bench, "--engine-args", json.dumps({**SMALLER_STEPS, "compilation_config": GRAPHS})]
             choices = tuple(timed[name] for name in group)
             found.append(Step(f"bench-{shape}-{number}", command, (inflate.name,), minutes, choices=choices))
         choices = tuple(timed[name] for name in COMPILED)
-        found.append(Step(f"bench-{shape}-compiled", bench, (inflate.name,), 7, choices=choices))
+        bench += ["--engine-args", json.dumps(SMALLER_STEPS)]
+        found.append(Step(f"bench-{shape}-compiled", bench, (inflate.name,), 6, choices=choices))
         rounds = benchmark("round_time", "--shape", shape, "--methods", ROUND_METHODS, "--batch-sizes", "1,8,32")
         if shape in options.dummy_shapes:
             found.append(Step(f"rounds-{shape}", rounds, ("kernels",), 8))
@@ -184,7 +211,15 @@ def steps(out: Path, options: argparse.Namespace) -> list[Step]:
         environment = {"VLLM_BATCH_INVARIANT": str(invariant)}
         needs = (f"inflate-{options.small}",)
         found.append(Step(name, [*crossspec, *bench, *spec_options, "--json", "{json}"], needs, 5, env=environment))
-    return found
+    return [_rehearsed(step) for step in found] if options.rehearse else found
+
+
+def _rehearsed(step: Step) -> Step:
+    """The same step with little to do, begun while a minute is left."""
+    if step.name == "check":
+        return step
+    words = REHEARSED[max((name for name in REHEARSED if step.name.startswith(name)), key=len)]
+    return replace(step, command=[*step.command, *words], minutes=1.0, parts=step.parts and _answered)
 
 
 def _identity_steps(
@@ -200,11 +235,11 @@ def _identity_steps(
     eager = [*command, "--enforce-eager", *(word for pair in words.values() for word in pair)]
     # A small target's drafts cost more than they bring: "auto" would leave nothing to verify.
     whole = {"CROSSSPEC_FIXED_WIDTHS": "1"}
-    yield Step(f"eager-identity-{number}", eager, needs, 2, _identical, whole)
+    yield Step(f"eager-identity-{number}", eager, needs, 1.5, _identical, whole)
     choices = tuple((f"eager-identity-{number}/{name}", pair) for name, pair in words.items())
-    compilation = json.loads(GRAPHS)["compilation_config"] | {"max_cudagraph_capture_size": 1024}  # 8 of ConFu's trees
+    compilation = GRAPHS | {"max_cudagraph_capture_size": 1024}  # 8 of ConFu's trees
     graphs = [*command, "--engine-args", json.dumps({"compilation_config": compilation})]
-    yield Step(f"identity-{number}", graphs, (), 2, _identical, whole, choices)
+    yield Step(f"identity-{number}", graphs, (), 1.5, _identical, whole, choices)
 
 
 def _identical(document: dict[str, Any]) -> dict[str, str | None]:
@@ -214,6 +249,11 @@ def _identical(document: dict[str, Any]) -> dict[str, str | None]:
         differs = row.get("identical_to_plain") is False
         found[row["method"]] = "a text is not plain generation's" if differs else found.get(row["method"])
     return found
+
+
+def _answered(document: dict[str, Any]) -> dict[str, str | None]:
+    """By method, that it came to its end."""
+    return {row["method"]: None for row in document["rows"]}
 
 
 def _write_prompts(file: Path) -> Path:
@@ -252,7 +292,7 @@ class Campaign:
     def run(self, all_steps: Sequence[Step], only: Sequence[str] = ()) -> None:
         """Run what has not passed yet, in order, as far as the minutes go."""
         for step in all_steps:
-            if self._is_done(step) or (only and not any(step.name.startswith(name) for name in only)):
+            if self.is_done(step) or (only and not any(step.name.startswith(name) for name in only)):
                 continue
             missing = [name for name in step.needs if not self._has_passed(name)]
             if step.choices and not any(self._has_passed(need) for need, _ in step.choices):
@@ -264,7 +304,19 @@ class Campaign:
             else:
                 self._run(step)
 
-    def _is_done(self, step: Step) -> bool:
+    def plan(self, all_steps: Sequence[Step]) -> dict[str, float]:
+        """The minute at which each step is begun that is still to run, were all to take as long as they say.
+
+        One that is not in it does not fit any more.
+        """
+        spent, found = self.spent, {}
+        for step in all_steps:
+            if not self.is_done(step) and spent + step.minutes <= self.minutes:
+                found[step.name] = spent
+                spent += step.minutes
+        return found
+
+    def is_done(self, step: Step) -> bool:
         """Whether it has passed with all that it can have: what was mended since is not left out."""
         return self._has_passed(step.name) and self.state[step.name].get("chosen", []) == self._chosen(step)
 
@@ -341,9 +393,26 @@ def _last_line(log: Path) -> str:
     return lines[-1][:300] if lines else "no output"
 
 
+def listed(campaign: Campaign, all_steps: Sequence[Step]) -> str:
+    """A line for each step: how it went, how long it takes, whether the minutes reach so far, and what it needs."""
+    plan, lines = campaign.plan(all_steps), []
+    for step in all_steps:
+        state = campaign.state.get(step.name, {})
+        when = f"from minute {plan[step.name]:.0f}" if step.name in plan else "does not fit"
+        needs = ", ".join(dict.fromkeys([*step.needs, *(need for need, _ in step.choices)]))
+        lines.append(
+            f"{step.name:24} {state.get('status', 'not run'):8} {step.minutes:g} min, "
+            f"{'done' if campaign.is_done(step) else when:15}  needs {needs or 'nothing'}"
+        )
+    total = sum(step.minutes for step in all_steps)
+    return "\n".join([*lines, f"{total:g} minutes in all, {campaign.minutes:g} are given"])
+
+
 def tables(campaign: Campaign, options: argparse.Namespace) -> str:
     """The page of results, from the documents that there are."""
     lines = ["# Results on a GPU", "", f"Made by `benchmarks/campaign.py` from {len(campaign.state)} steps."]
+    if options.rehearse:
+        lines += ["", "**A rehearsal**: no number here is a measurement, and no text was compared."]
     groups = [str(number) for number in range(1 + len(IDENTITY_GROUPS))]
     for shape, how in itertools.product((options.large, options.small), ("CUDA graphs", "compiled")):
         rows = list(_bench_rows(campaign.out, shape, groups if how == "CUDA graphs" else [how]))
@@ -431,19 +500,23 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of logs, documents and models")
-    add("--minutes", type=float, default=CAMPAIGN_MINUTES, help="of all steps together, earlier calls among them")
+    ours = f"default: {CAMPAIGN_MINUTES:g}, a rehearsal's {REHEARSAL_MINUTES:g}"
+    add("--minutes", type=float, help=f"of all steps together, earlier calls among them ({ours})")
     add("--large", default="8b", help="shape that matters most (crossspec inflate --shape)")
     add("--small", default="0.6b", help="the other shape")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="of the inflated models")
     add("--device", default="cuda", help="where they are made")
     add("--batch-sizes", default="1,8,32,64", help="requests at a time, comma-separated")
-    add("--memory", type=float, default=0.19, help="share of the GPU for each of at most five engines")
+    add("--memory", type=float, default=0.23, help="share of the GPU for each of at most four engines")
     add("--check", help="a command to run before all others, such as a check of vLLM's own kernels")
+    add("--rehearse", action="store_true", help="see that every step runs, and measure nothing")
     add("--only", default="", help="only steps whose names begin so, comma-separated")
     add("--list", action="store_true", help="print the steps and how they went, and run none")
     add("--no-run", action="store_true", help="run none")
     add("--tables", type=Path, help="write the page of results to this file")
     options = parser.parse_args(argv)
+    options.out = options.out / "rehearsal" if options.rehearse else options.out
+    options.minutes = options.minutes or (REHEARSAL_MINUTES if options.rehearse else CAMPAIGN_MINUTES)
     options.dummy_shapes = [shape for shape in (options.large, options.small) if shape in ("8b", "0.6b")] or ["0.6b"]
     return options
 
@@ -456,11 +529,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     campaign = Campaign(options.out, options.minutes)
     all_steps = steps(options.out.resolve(), options)
     if options.list:
-        for step in all_steps:
-            state = campaign.state.get(step.name, {})
-            print(
-                f"{step.name:32} {state.get('status', 'not run'):8} {step.minutes:g} min  needs {', '.join(step.needs)}"
-            )
+        print(listed(campaign, all_steps))
         return 0
     if not options.no_run:
         campaign.run(all_steps, [name for name in options.only.split(",") if name])

@@ -27,6 +27,7 @@ sys.path.insert(0, str(FOLDER))
 round_time, shapes = import_module("round_time"), import_module("shapes")
 methods, switch_cost = import_module("methods"), import_module("switch_cost")
 tree_kernels, tree_cases = import_module("tree_kernels"), import_module("tree_cases")
+tree_search = import_module("tree_search")
 
 FOLDERS = ("target", "eagle3", "confu", "dflash", "dart", "draft-model", "clusters", "router", "ngram")
 MODELS = {name: f"/models/{name}" for name in FOLDERS}
@@ -402,6 +403,16 @@ def test_routed_rounds_run(tmp_path):
     assert [row["method"] for row in found["rows"]] == list(methods.ROUTED)
     assert found["meta"]["weights"] == str(POCKET)
     assert all(row["host_ms"]["draft"]["median"] > 0 and row["tokens_per_round"] >= 1 for row in found["rows"])
+
+
+@pytest.mark.parametrize("is_real", [True, False])
+def test_a_search_disagrees_with_its_twin_only_where_the_gpu_computes(is_real, monkeypatch):
+    monkeypatch.setattr(tree_search.torch.cuda, "is_available", lambda: True)
+    nothing = {"computes": lambda: is_real, "place": None, "make_search": (None, None, {}), "agrees": False}
+    for name, value in {**nothing, "eager": 1.0, "time_case": {"median": 1.0, "p90": 1.0}}.items():
+        monkeypatch.setattr(tree_search, name, value if callable(value) else lambda *_, value=value: value)
+    rows = tree_search.measure(None, tree_search.arguments(["--batch-sizes", "1"]))
+    assert [row["agrees"] for row in rows] == 3 * [False if is_real else None]
 
 
 @pytest.mark.e2e

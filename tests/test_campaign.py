@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import campaign as module
 from campaign import Campaign, Step
 
 from vllm_crossspec.cli.demo import METHODS
+from vllm_crossspec.cli.measure import GPU_SHARE
 
 
 def command(code):
@@ -107,6 +109,21 @@ def test_what_does_not_fit_into_the_minutes_is_left(tmp_path):
     assert campaign.state["long"]["why"].startswith("needs 6 minutes, 5.0 are left")
 
 
+def test_the_list_says_which_steps_fit_into_the_minutes(tmp_path):
+    steps = [
+        Step("a", command("pass"), minutes=2),
+        Step("long", command("pass"), ("a",), 4.5),
+        Step("b", command("pass"), minutes=1, choices=(("a", ()), ("long/part", ()))),
+    ]
+    campaign = Campaign(tmp_path, 6)
+    assert campaign.plan(steps) == {"a": 0.0, "b": 2.0}, "what is too long stops nothing"
+    campaign.run(steps[:1])
+    assert campaign.plan(steps) == {"long": pytest.approx(0.0, abs=0.2), "b": pytest.approx(4.5, abs=0.2)}
+    a, long, b, total = module.listed(campaign, steps).splitlines()
+    assert "passed" in a and "done" in a and "from minute 0" in long and "needs a, long/part" in b
+    assert total == "7.5 minutes in all, 6 are given"
+
+
 @pytest.mark.parametrize("shape", ["8b", "0.2b"])
 def test_every_step_stands_on_steps_before_it(tmp_path, shape):
     options = module.arguments(["--out", str(tmp_path), "--large", shape])
@@ -119,6 +136,49 @@ def test_every_step_stands_on_steps_before_it(tmp_path, shape):
             timed |= {Path(words[1]).stem for _, words in step.choices}
     assert timed == {*module.NATIVE, *module.TIMED}
     assert set(module.TIMED) <= set(METHODS)
+
+
+def test_the_engines_of_a_group_stay_up_beside_each_other(tmp_path):
+    options = module.arguments(["--out", str(tmp_path)])
+    groups = [step for step in module.steps(tmp_path, options) if step.name.startswith("bench-")]
+    assert max(1 + len(step.choices) for step in groups) * options.memory <= GPU_SHARE, "plain beside each group"
+
+
+@pytest.mark.parametrize("shape", ["8b", "0.2b"])
+def test_a_rehearsal_has_every_step_with_little_to_do_beside_the_real_ones_folder(tmp_path, shape):
+    words = ["--out", str(tmp_path), "--large", shape, "--check", "true"]
+    real, rehearsal = module.arguments(words), module.arguments([*words, "--rehearse"])
+    assert rehearsal.out == tmp_path / "rehearsal" and real.out == tmp_path, "nothing of it passes for a measurement"
+    pairs = list(zip(module.steps(tmp_path, real), module.steps(tmp_path, rehearsal), strict=True))
+    for step, rehearsed in pairs:
+        same, more = rehearsed.command[: len(step.command)], rehearsed.command[len(step.command) :]
+        assert same == step.command and bool(more) != (step.name.startswith(("check", "inflate-")))
+        assert replace(rehearsed, command=same, minutes=step.minutes, parts=step.parts) == step
+    # All are begun, however little of the minutes the last one has left.
+    assert sum(rehearsed.minutes for _, rehearsed in pairs) < rehearsal.minutes < sum(step.minutes for step, _ in pairs)
+
+
+def test_where_nothing_computes_a_method_passes_by_having_answered(tmp_path):
+    rows = [{"method": "plain", "identical_to_plain": True}, {"method": "dart", "identical_to_plain": False}]
+    words = ["--out", str(tmp_path), "--rehearse"]
+    by_name = {step.name: step for step in module.steps(tmp_path, module.arguments(words))}
+    identity = by_name["identity-2"]
+    choices = (("identity-2/dart", ("dart",)), ("identity-2/confu-tree", ("confu-tree",)))
+    campaign = Campaign(tmp_path, 40)
+    unfinished = command(
+        f"open('{{json}}', 'w').write({json.dumps({'rows': rows})!r}); raise SystemExit('confu: died')"
+    )
+    campaign.run(
+        [
+            Step("identity-2", unfinished, parts=identity.parts),
+            Step("bench", command("pass"), choices=choices),
+        ]
+    )
+    assert statuses(campaign) == {"identity-2": "failed", "bench": "passed"}
+    assert campaign.state["identity-2"]["why"] == "exit code 1: confu: died"
+    assert campaign.state["bench"]["chosen"] == ["dart"]
+    page = module.tables(campaign, module.arguments(words))
+    assert "**A rehearsal**" in page and "**A rehearsal**" not in module.tables(campaign, module.arguments(words[:2]))
 
 
 def test_a_method_with_another_text_is_left_out_of_its_group(tmp_path):

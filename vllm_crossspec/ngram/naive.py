@@ -62,7 +62,7 @@ def last_tokens_naive(
     idx_mapping: torch.Tensor, num_computed: torch.Tensor, all_token_ids: torch.Tensor, width: int
 ) -> torch.Tensor:
     """``contexts.last_tokens``: int64 [R, W]."""
-    contexts = torch.full((len(idx_mapping), width), -1)
+    contexts = torch.full((len(idx_mapping), width), -1, device=all_token_ids.device)
     for request, slot in enumerate(idx_mapping.tolist()):
         if slot >= 0:
             newest = min(int(num_computed[slot]), all_token_ids.shape[1] - 1)
