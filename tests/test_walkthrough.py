@@ -91,6 +91,8 @@ ELSEWHERE = {
     "python benchmarks/lookup_offline.py --responses work/responses --share": "tests/test_lookup_offline.py"
     "::test_the_script",
     "python benchmarks/lookup_offline.py --responses work/responses": "tests/test_lookup_offline.py::test_the_script",
+    "python benchmarks/goodput_offline.py --records work/records --costs benchmarks/costs/h100-8b.json "
+    "benchmarks/costs/large-target.json": "tests/test_goodput_offline.py::test_the_script",
     "python benchmarks/figures.py": "tests/test_docs.py::test_pictures_are_small_and_say_what_the_table_says",
     "python benchmarks/ngram_lookup.py": "tests/test_ngram_files.py::test_the_benchmark_runs",
     "python benchmarks/random_kernels.py": "tests/test_random_kernels.py",
