@@ -86,6 +86,24 @@ def test_sizes_by_request_and_round(tmp_path):
     assert sum(counts.per_position[tree["depth"] :]) > 0, "a path beyond the ordinary depth"
 
 
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (
+            {"max_num_batched_tokens": 17},
+            "6 rows of each request in a draft model, 18 with --max-num-seqs 3, and",
+        ),
+        (
+            {"max_model_len": 5},
+            "takes 6 tokens of a request, two more than the tree is deep, and --max-model-len",
+        ),
+    ],
+)
+def test_rows_that_do_not_fit_get_one_sentence(settings, sentence):
+    with pytest.raises(ValueError, match=sentence), engines.engine(spec(POCKET), **SETTINGS | settings):
+        pass
+
+
 # -- trees, beside those that the model itself makes ------------------------------------------------------------------
 
 

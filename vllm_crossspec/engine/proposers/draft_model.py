@@ -35,6 +35,11 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
         super().__init__(vllm_config, device, name, drafts)
         # vLLM's dummy rounds leave room for so many rows a request.
         self.num_query_per_req = self.rows_of_round(drafts)
+        if self.num_query_per_req > self.max_model_len:
+            raise ValueError(
+                f"speculative_config.tree.depth: a round takes {self.num_query_per_req} tokens of a request, two more "
+                f"than the tree is deep, and --max-model-len is {self.max_model_len}; use fewer levels"
+            )
         num_rows = self.max_num_reqs * self.num_query_per_req
         if num_rows > self.max_num_tokens:
             raise ValueError(
