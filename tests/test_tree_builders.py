@@ -377,8 +377,8 @@ def test_registry_loads_every_builder(has_kernels, monkeypatch):
 
 
 def test_registry_knows_every_kind():
-    assert dict(tree_kind("dynamic", "").defaults) == {"depth": 8, "top_k": 10, "num_nodes": 60}
-    assert dict(tree_kind("best_first", "").defaults) == {"num_nodes": 60, "ngram_weight": 0.5}
+    assert dict(tree_kind("dynamic", "").defaults) == {"depth": 8, "top_k": 10, "num_nodes": 60, "sharpness": 1.5}
+    assert dict(tree_kind("best_first", "").defaults) == {"num_nodes": 60, "ngram_weight": 0.5, "sharpness": 1.3}
     assert {name: tree_kind(name, "").needs for name in KINDS} == {
         "chain": "tokens",
         "dynamic": "levels",

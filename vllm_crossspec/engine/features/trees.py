@@ -71,11 +71,12 @@ class Trees(Feature):
         caches, seen = [], set()
         for group, spec in enumerate(runner.kv_cache_config.kv_cache_groups):
             for name in spec.layer_names:
-                cache = layers[name].kv_cache
-                if layers[name].is_draft_layer or cache.data_ptr() in seen:
+                layer = layers[name]
+                cache = layer.kv_cache
+                if layer.is_draft_layer or cache.data_ptr() in seen:
                     continue
                 seen.add(cache.data_ptr())
-                caches += [(part, group) for part in layers[name].impl.kv_views(cache)]
+                caches += [(part, group) for part in layer.impl.kv_views(cache)]
         self._kv_layers = make_kv_layers(caches)
 
     def tail_of_step(self, common: Any, capturing: bool) -> base.TargetTail | None:
