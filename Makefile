@@ -55,7 +55,7 @@ clean:
 	find . -name '*.egg-info' -prune -exec rm -rf {} +
 
 # The stamp is written last: a set-up that was interrupted goes on where it stopped.
-$(STAMP): Makefile pyproject.toml $(shell find cpu_lane -name '*.py' -o -name '*.toml' -o -name '*.h')
+$(STAMP): Makefile pyproject.toml $(shell find cpu_lane -name '*.py' -o -name '*.toml' -o -name '*.h' -o -name '*.cpp')
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later with the venv module was found:" \
 		"install one, or say PYTHON=/path/to/python"; exit 1; }
 	@$(PY) -c "import pip" 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)

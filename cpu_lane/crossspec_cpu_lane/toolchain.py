@@ -112,11 +112,27 @@ def compile_c(code: str, name: str) -> bytes:
     Raises:
         RuntimeError: the compiler failed, or there is no room for its output.
     """
+    return _compile(code, name, ("-x", "c"), ("-lm",))
+
+
+def compile_cpp(code: str, name: str, flags: tuple[str, ...], libraries: tuple[str, ...]) -> bytes:
+    """The shared object of C++ code; see `compile_c`.
+
+    Args:
+        code: the source.
+        name: for what is said if it fails.
+        flags: beside those of kernels, which they outweigh.
+        libraries: to link with.
+    """
+    return _compile(code, name, (*flags, "-x", "c++"), libraries)
+
+
+def _compile(code: str, name: str, flags: tuple[str, ...], libraries: tuple[str, ...]) -> bytes:
     found = compiler()
     try:
         with tempfile.TemporaryDirectory(prefix="cpu-lane-") as folder:
             out = Path(folder, "kernel.so")
-            command = [*found.command, *found.flags, "-x", "c", "-", "-o", str(out), "-lm"]
+            command = [*found.command, *found.flags, *flags, "-", "-o", str(out), *libraries]
             done = subprocess.run(
                 command, input=code, capture_output=True, encoding="utf-8", errors="replace", timeout=PATIENCE
             )

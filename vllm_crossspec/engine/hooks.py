@@ -26,6 +26,7 @@ def install() -> None:
         from vllm_crossspec.engine.cpu_patches import mend
 
         mend()
+    _use_the_lanes_products()
     _register_models()
     _hook_speculative_config()
     _hook_init_speculator()
@@ -35,6 +36,14 @@ def install() -> None:
     _hook_scheduler()
     _add_worker_methods()
     _installed = True
+
+
+def _use_the_lanes_products() -> None:
+    """In every engine, where the user wants it; in those of ours our runner does."""
+    from vllm_crossspec.engine import cpu_linear
+
+    if cpu_linear.choice() == "all":
+        cpu_linear.use_everywhere()
 
 
 def _register_models() -> None:

@@ -6,6 +6,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_crossspec.config import settings_of
+from vllm_crossspec.engine.cpu_linear import lane_products
 from vllm_crossspec.engine.draft_state import DraftState
 from vllm_crossspec.engine.features.registry import make_features
 from vllm_crossspec.engine.requests import draft_mode
@@ -65,7 +66,8 @@ class MatchRunner(Native):
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """Load, then put the verifier in the rejection sampler's place."""
-        super().load_model(*arguments, **options)
+        with lane_products(self.device):
+            super().load_model(*arguments, **options)
         # FlashInfer draws from a generator of its own: right in distribution, but no drafter can foresee it.
         self.sampler.use_flashinfer = False
         self.rejection_sampler = MatchVerifier(

@@ -77,8 +77,8 @@ vllm.model_executor.layers.logits_processor
   LogitsProcessor.{org_vocab_size scale soft_cap} - read: what a drafter's logits are beside products, before a
       FlashHead takes its place
 vllm.model_executor.layers.utils
-  dispatch_cpu_unquantized_gemm(layer remove_weight) - replaced while a drafter with a dtype of its own is loaded; sets
-      cpu_linear, which the layer calls
+  dispatch_cpu_unquantized_gemm(layer remove_weight) - replaced while our runner loads on a CPU, or a drafter with a
+      dtype of its own; sets cpu_linear, which the layer calls
 vllm.model_executor.layers.vocab_parallel_embedding
   VocabParallelEmbedding - such drafters keep their embeddings and output layers
   ParallelLMHead(num_embeddings embedding_dim bias params_dtype org_num_embeddings padding_size quant_config prefix

@@ -1,0 +1,220 @@
+// y = x W^T + bias in float32 for the few rows that a round of decoding has, as fast as the weights can be read.
+//
+// The weights are packed: slabs of `depth` columns, in them tiles of `lanes` outputs, in them one vector for each
+// column. So every thread reads one stream, once, and asks for it far ahead. A tile's sums of all rows stay in
+// registers, and what a slab reads of x in the first-level cache. Every sum adds its products in the order of the
+// columns, whatever the number of rows, threads and tiles is: a row's results are the same bits in any batch.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <algorithm>
+#include <cstring>
+#include <optional>
+#include <utility>
+#include <vector>
+
+// OpenMP's runtime, which is PyTorch's own: a second one would spin against it.
+extern "C" {
+void GOMP_parallel(void (*)(void *), void *, unsigned, unsigned);
+void GOMP_barrier(void);
+int omp_get_thread_num(void);
+int omp_get_num_threads(void);
+}
+
+namespace {
+
+#ifdef __AVX512F__
+constexpr long lanes = 16, most_rows = 24;  // 24 vectors of sums and one of weights, of 32 registers
+#else
+constexpr long lanes = 8, most_rows = 12;  // and one of x, of 16
+#endif
+constexpr long depth = 128;
+constexpr long panel = 8;               // blocks of rows
+constexpr long far_ahead = 4096;        // floats, into the second-level cache
+constexpr long ahead_by = 128;          // floats, into the first
+constexpr long worth_threads = 200000;  // products
+
+typedef float vector __attribute__((vector_size(4 * lanes)));
+typedef float unaligned __attribute__((vector_size(4 * lanes), aligned(4)));
+
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 24")
+#endif
+
+struct Slab {
+    const float *x;     // [columns, rows]
+    const float *w;     // [tiles, columns, lanes]
+    const float *bias;  // of the tiles, with the first slab; else none
+    float *y;           // the first row's sums; the others' are `stride` apart
+    long columns, stride, width;
+    const float *ahead;  // what is read next,
+    long step;           // and how much of it to ask for with every column
+};
+
+// Add one slab to the sums of a few tiles.
+template <int rows, int tiles>
+void add_slab(const Slab &slab) {
+    const long columns = slab.columns, stride = slab.stride, step = slab.step;
+    const bool is_whole = slab.width == tiles * lanes;
+    const float *x = slab.x, *w = slab.w, *ahead = slab.ahead;
+    vector sums[tiles][rows];
+    UNROLL for (int tile = 0; tile < tiles; tile++) UNROLL for (int row = 0; row < rows; row++) {
+        const float *from = (slab.bias ? slab.bias : slab.y + row * stride) + tile * lanes;
+        if (is_whole) {
+            sums[tile][row] = *reinterpret_cast<const unaligned *>(from);
+        } else {
+            sums[tile][row] = vector{};
+            std::memcpy(&sums[tile][row], from, 4 * slab.width);
+        }
+    }
+    for (long column = 0; column < columns; column++, x += rows, w += lanes, ahead += step) {
+        __builtin_prefetch(ahead, 0, 2);
+        if (tiles == 1) __builtin_prefetch(w + ahead_by, 0, 3);
+        vector weights[tiles];
+        UNROLL for (int tile = 0; tile < tiles; tile++)
+            weights[tile] = *reinterpret_cast<const vector *>(w + tile * lanes * columns);
+        // Rows outside: else compilers load x for all of them first, and run out of registers.
+        UNROLL for (int row = 0; row < rows; row++)
+            UNROLL for (int tile = 0; tile < tiles; tile++) sums[tile][row] += x[row] * weights[tile];
+    }
+    UNROLL for (int tile = 0; tile < tiles; tile++) UNROLL for (int row = 0; row < rows; row++) {
+        float *to = slab.y + row * stride + tile * lanes;
+        if (is_whole)
+            *reinterpret_cast<unaligned *>(to) = sums[tile][row];
+        else
+            std::memcpy(to, &sums[tile][row], 4 * slab.width);
+    }
+}
+
+using AddSlab = void (*)(const Slab &);
+template <int tiles, std::size_t... index>
+AddSlab by_rows(std::size_t rows, std::index_sequence<index...>) {
+    static constexpr AddSlab table[] = {add_slab<index + 1, tiles>...};
+    return table[rows - 1];
+}
+AddSlab adds_one(long rows) { return by_rows<1>(rows, std::make_index_sequence<most_rows>()); }
+AddSlab adds_two(long rows) { return by_rows<2>(rows, std::make_index_sequence<most_rows / 2>()); }
+
+constexpr float zeros[2 * lanes] = {};
+
+struct Product {
+    const float *x, *packed, *bias;
+    float *y, *turned;
+    long m, n, k;
+    long blocks;  // of rows, nearly of one size: one where a tile's sums fit in the registers, else for two tiles
+
+    long tiles() const { return (n + lanes - 1) / lanes; }
+    long first_row(long block) const { return m * block / blocks; }
+    long rows(long block) const { return first_row(block + 1) - first_row(block); }
+
+    // Turn columns `from` to `to` of x, so that a block's rows lie beside each other.
+    void turn(long from, long to) const {
+        for (long block = 0; block < blocks; block++) {
+            const long first = first_row(block), count = rows(block);
+            float *out = turned + first * k + from * count;
+            for (long column = from; column < to; column++)
+                for (long row = 0; row < count; row++) *out++ = x[(first + row) * k + column];
+        }
+    }
+
+    // Multiply with tiles `from` to `to`, panels of rows one after the other: results of more than one would not stay
+    // in the second-level cache between slabs.
+    void multiply(long from, long to) const {
+        const long panels = (blocks + panel - 1) / panel;
+        for (long index = 0; index < panels; index++)
+            for (long begin = 0; begin < k; begin += depth)
+                add(begin, std::min(depth, k - begin), blocks * index / panels, blocks * (index + 1) / panels, from, to);
+    }
+
+    // One slab, some blocks of rows, two tiles at a time where there are several blocks, which load x less often.
+    void add(long begin, long columns, long first_block, long last_block, long from, long to) const {
+        for (long tile = from, at_once; tile < to; tile += at_once) {
+            const long output = tile * lanes, left = n - output;
+            at_once = blocks > 1 && to - tile > 1 && left >= 2 * lanes ? 2 : 1;
+            const long size = at_once * lanes, step = size / (last_block - first_block);
+            const float *w = packed + begin * tiles() * lanes + output * columns;
+            for (long block = first_block; block < last_block; block++) {
+                const long first = first_row(block), count = rows(block);
+                Slab slab = {turned + first * k + begin * count, w, nullptr, y + first * n + output, columns, n};
+                slab.bias = begin ? nullptr : bias ? bias + output : zeros;
+                slab.width = std::min(left, size);
+                slab.ahead = w + (blocks > 1 ? size * columns + (block - first_block) * step * columns : far_ahead);
+                slab.step = step;
+                (at_once == 2 ? adds_two(count) : adds_one(count))(slab);
+            }
+        }
+    }
+
+    // A thread's share.
+    static void work(void *argument) {
+        const Product &own = *static_cast<const Product *>(argument);
+        const long thread = omp_get_thread_num(), threads = omp_get_num_threads(), tiles = own.tiles();
+        if (own.m > 1) {
+            own.turn(own.k * thread / threads, own.k * (thread + 1) / threads);
+            GOMP_barrier();
+        }
+        own.multiply(tiles * thread / threads, tiles * (thread + 1) / threads);
+    }
+};
+
+using torch::stable::Tensor;
+
+Tensor pack(Tensor weight) {
+    weight = torch::stable::contiguous(weight);
+    const long n = weight.size(0), k = weight.size(1);
+    const float *from = static_cast<const float *>(weight.data_ptr());
+    Tensor packed = torch::stable::new_empty(weight, {(n + lanes - 1) / lanes * lanes * k});
+    float *to = static_cast<float *>(packed.data_ptr());
+    for (long begin = 0; begin < k; begin += depth)
+        for (long tile = 0; tile < n; tile += lanes)
+            for (long column = begin; column < std::min(k, begin + depth); column++)
+                for (long lane = tile; lane < tile + lanes; lane++) *to++ = lane < n ? from[lane * k + column] : 0;
+    return packed;
+}
+
+Tensor linear(Tensor x, Tensor packed, int64_t outputs, std::optional<Tensor> bias) {
+    if (!x.is_contiguous()) x = torch::stable::contiguous(x);
+    const auto shape = x.sizes();
+    std::vector<int64_t> size(shape.begin(), shape.end());
+    const long k = size.back(), m = k ? x.numel() / k : 0;
+    size.back() = outputs;
+    Tensor y = torch::stable::new_empty(x, size);
+    if (m == 0) return y;
+    static thread_local std::vector<float> room;
+    float *from = static_cast<float *>(x.data_ptr());
+    if (m > 1) room.resize(std::max<std::size_t>(room.size(), m * k));
+    Product product = {
+        from,
+        static_cast<const float *>(packed.data_ptr()),
+        bias ? static_cast<const float *>(bias->data_ptr()) : nullptr,
+        static_cast<float *>(y.data_ptr()),
+        m > 1 ? room.data() : from,
+        m,
+        outputs,
+        k,
+        m <= most_rows ? 1 : (m + most_rows / 2 - 1) / (most_rows / 2),
+    };
+    if (m * outputs * k >= worth_threads) {
+        GOMP_parallel(Product::work, &product, 0, 0);
+    } else {
+        if (m > 1) product.turn(0, k);
+        product.multiply(0, product.tiles());
+    }
+    return y;
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY(crossspec_cpu_lane, m) {
+    m.def("pack(Tensor weight) -> Tensor");
+    m.def("linear(Tensor x, Tensor packed, int outputs, Tensor? bias) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(crossspec_cpu_lane, CPU, m) {
+    m.impl("pack", TORCH_BOX(&pack));
+    m.impl("linear", TORCH_BOX(&linear));
+}

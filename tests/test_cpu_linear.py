@@ -1,0 +1,132 @@
+"""The CPU lane's linear layers: right, the same bits in any batch, and taken where they should be."""
+
+from importlib import util
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+pytestmark = pytest.mark.skipif(
+    util.find_spec("crossspec_cpu_lane") is None,
+    reason="the CPU lane is installed on machines without a GPU and without triton-cpu only",
+)
+
+SHAPES = [(1, 1), (5, 7), (16, 128), (17, 129), (33, 300), (100, 1), (1024, 256)]
+"""Outputs and inputs: less than a vector, whole ones and slabs, and a little more; enough for threads."""
+ROWS = [1, 2, 6, 7, 12, 13, 24, 25, 49, 96, 97, 201]
+"""On both sides of where blocks and panels of rows begin."""
+CLOSE = {"rtol": 1e-5, "atol": 5e-5}
+
+
+@pytest.fixture(scope="module")
+def ops():
+    from crossspec_cpu_lane import linear
+
+    linear.load()
+    return torch.ops.crossspec_cpu_lane
+
+
+@pytest.mark.parametrize("outputs, inputs", SHAPES)
+def test_the_product_is_right(ops, outputs, inputs):
+    torch.manual_seed(0)
+    weight, bias = torch.randn(outputs, inputs), torch.randn(outputs)
+    packed = ops.pack(weight)
+    for rows in ROWS:
+        x = torch.randn(rows, inputs)
+        product = x.double() @ weight.double().T
+        assert_close(ops.linear(x, packed, outputs, None), product.float(), **CLOSE)
+        assert_close(ops.linear(x, packed, outputs, bias), (product + bias).float(), **CLOSE)
+
+
+@pytest.mark.parametrize("outputs, inputs", SHAPES)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_rows_bits_do_not_depend_on_its_batch(ops, outputs, inputs, threads):
+    torch.manual_seed(0)
+    packed, x = ops.pack(torch.randn(outputs, inputs)), torch.randn(max(ROWS), inputs)
+    before = torch.get_num_threads()
+    alone = torch.cat([ops.linear(row[None], packed, outputs, None) for row in x])
+    torch.set_num_threads(threads)
+    try:
+        for rows in ROWS:
+            assert torch.equal(ops.linear(x[:rows], packed, outputs, None), alone[:rows])
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_other_shapes_and_strides_of_x(ops):
+    torch.manual_seed(0)
+    weight = torch.randn(40, 24)
+    packed = ops.pack(weight.T.contiguous().T)
+    x = torch.randn(24, 3, 5)
+    assert_close(ops.linear(x.permute(1, 2, 0), packed, 40, None), x.permute(1, 2, 0) @ weight.T, **CLOSE)
+    assert ops.linear(torch.empty(0, 24), packed, 40, None).shape == (0, 40)
+
+
+def test_compilers_know_its_shape(ops):
+    packed = ops.pack(torch.randn(40, 24))
+    checks = ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.linear, (torch.randn(2, 3, 24), packed, 40, torch.randn(40)), test_utils=checks)
+
+
+class Layer(nn.Module):
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(48, 32).to(dtype), requires_grad=False)
+
+
+def calls_the_lane(layer):
+    """Whether a layer that was loaded now multiplies in the lane; and that it is right."""
+    from torch.profiler import profile
+    from vllm.model_executor.layers import utils
+
+    weight, x = layer.weight.clone(), torch.randn(3, 32).to(layer.weight.dtype)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=True)
+    with profile() as seen:
+        y = layer.cpu_linear(x, layer.weight, None)
+    assert_close(y, x @ weight.T, atol=0.1 if weight.dtype == torch.bfloat16 else 1e-4, rtol=1e-2)
+    return any(event.key == "crossspec_cpu_lane::linear" for event in seen.key_averages())
+
+
+def test_what_our_runner_loads_multiplies_in_the_lane(ops, monkeypatch):
+    from vllm_crossspec.engine.cpu_linear import VARIABLE, lane_products
+
+    monkeypatch.delenv(VARIABLE, raising=False)
+    cpu = torch.device("cpu")
+    with lane_products(cpu):
+        layer = Layer()
+        assert calls_the_lane(layer) and layer.weight.numel() == 0
+        assert not calls_the_lane(Layer(torch.bfloat16))
+    assert not calls_the_lane(Layer())
+    with lane_products(torch.device("cuda")):
+        assert not calls_the_lane(Layer())
+    monkeypatch.setenv(VARIABLE, "0")
+    with lane_products(cpu):
+        assert not calls_the_lane(Layer())
+
+
+def test_the_users_choice(ops, monkeypatch):
+    from vllm.model_executor.layers import utils
+
+    from vllm_crossspec.engine.cpu_linear import VARIABLE, choice, use_everywhere
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
+    use_everywhere()
+    assert calls_the_lane(Layer())
+    monkeypatch.setenv(VARIABLE, "yes")
+    with pytest.raises(ValueError, match=r"CROSSSPEC_CPU_LINEAR is 'yes': set it to 0 or all, or unset it"):
+        choice()
+
+
+def test_without_a_compiler_vllms_own_layers_stay(monkeypatch):
+    from crossspec_cpu_lane import linear
+
+    from vllm_crossspec.engine.cpu_linear import lane_products
+
+    def fail():
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(linear, "load", fail)
+    with lane_products(torch.device("cpu")):
+        assert not calls_the_lane(Layer())

@@ -1,0 +1,74 @@
+"""Linear layers of the CPU lane in engines of ours: several rows cost what reading the weights costs, nearly.
+
+Verification pays where a round's rows cost the target hardly more than one. oneDNN's products, which vLLM takes on a
+CPU, need half as long again for 16 rows; see ``crossspec_cpu_lane.linear``. For development, as the lane is.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+from vllm.model_executor.layers import utils as layers
+
+VARIABLE = "CROSSSPEC_CPU_LINEAR"
+"""Environment variable. ``0``: vLLM's layers everywhere; ``all``: the lane's in plain engines and vLLM's methods too."""
+
+
+def choice() -> str:
+    """What the user has set.
+
+    Raises:
+        ValueError: it is none of the three.
+    """
+    asked = os.environ.get(VARIABLE, "")
+    if asked not in ("", "0", "all"):
+        raise ValueError(f"{VARIABLE} is {asked!r}: set it to 0 or all, or unset it")
+    return asked
+
+
+def use_everywhere() -> None:
+    """Have every engine that this process starts load its layers for the lane."""
+    if _lane_is_ready():
+        layers.dispatch_cpu_unquantized_gemm = _packing()
+
+
+@contextlib.contextmanager
+def lane_products(device: torch.device) -> Iterator[None]:
+    """Have float32 layers that are loaded meanwhile packed for the lane, where it is installed and compiles."""
+    native = layers.dispatch_cpu_unquantized_gemm
+    if device.type == "cpu" and choice() == "" and _lane_is_ready():
+        layers.dispatch_cpu_unquantized_gemm = _packing()
+    try:
+        yield
+    finally:
+        layers.dispatch_cpu_unquantized_gemm = native
+
+
+def _packing() -> Callable[..., None]:
+    """In the place of vLLM's choice of a product for a layer."""
+    native = layers.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: nn.Module, remove_weight: bool) -> None:
+        weight = layer.weight
+        if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32:
+            native(layer, remove_weight=remove_weight)
+            return
+        packed, outputs = torch.ops.crossspec_cpu_lane.pack(weight), weight.shape[0]
+        layer.cpu_linear = lambda x, weight, bias: torch.ops.crossspec_cpu_lane.linear(x, packed, outputs, bias)
+        if remove_weight:
+            layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+
+    return dispatch
+
+
+def _lane_is_ready() -> bool:
+    """Whether the lane is installed, compiles and loads."""
+    try:
+        from crossspec_cpu_lane import linear
+
+        linear.load()
+    except (ImportError, RuntimeError, OSError):
+        return False
+    return True
