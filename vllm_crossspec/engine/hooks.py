@@ -40,10 +40,10 @@ def install() -> None:
 
 def _use_the_lanes_products() -> None:
     """In every engine, where the user wants it; in those of ours our runner does."""
-    from vllm_crossspec.engine import cpu_linear
+    from vllm_crossspec.engine import cpu_products
 
-    if cpu_linear.choice() == "all":
-        cpu_linear.use_everywhere()
+    if cpu_products.choice() == "all":
+        cpu_products.use_everywhere()
 
 
 def _register_models() -> None:

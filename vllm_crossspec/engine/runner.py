@@ -6,7 +6,7 @@ import torch
 from vllm.logger import init_logger
 
 from vllm_crossspec.config import settings_of
-from vllm_crossspec.engine.cpu_linear import lane_products
+from vllm_crossspec.engine.cpu_products import lane_products
 from vllm_crossspec.engine.draft_state import DraftState
 from vllm_crossspec.engine.features.registry import make_features
 from vllm_crossspec.engine.requests import draft_mode

@@ -1,8 +1,8 @@
-"""Tree attention on a CPU: vLLM's own kernel, and PyTorch's products where a row does not see all before it.
+"""Tree attention on a CPU: vLLM's own kernel, and other products where a row does not see all before it.
 
 The KV cache is that of vLLM's kernel for vectors: in each block and head keys by dimension, then values by token.
-Chains, prompts and rows without drafts are that kernel's; rows of trees read the same cache in place. Legend as in
-``base``.
+Chains, prompts and rows without drafts are that kernel's; rows of trees read the same cache in place, in float32 by the
+CPU lane (``engine.cpu_products``), else by PyTorch. Legend as in ``base``.
 """
 
 from dataclasses import dataclass, field
@@ -38,6 +38,7 @@ from vllm_crossspec.engine.attention.copies import (
     copy_tail,
     hide,
 )
+from vllm_crossspec.engine.cpu_products import lane_ops
 from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.verify.naive import unpack_bits
 from vllm_crossspec.verify.tail_attention import soft_words
@@ -92,11 +93,12 @@ class TreeCpuBackend(AttentionBackend):
 
 
 class _Request(NamedTuple):
-    """One request of a batch: its query rows, its length, its line of the block table."""
+    """One request of a batch: its query rows, its length, its line of the block table, as numbers and as a tensor."""
 
     rows: slice
     length: int
     blocks: list[int]
+    line: torch.Tensor
 
 
 class _Part(NamedTuple):
@@ -322,7 +324,12 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             reused[num_soft] = _rows_of(attn_metadata, tail, num_soft)
         if reused[num_soft].others:
             self._attend_all(query, kv_cache, attn_metadata, schedules, output)
+        lane = lane_ops() if query.dtype == kv_cache.dtype == torch.float32 else None
         for part in reused[num_soft].parts:
+            if lane is not None and not part.sees_prompts:
+                mine, to = query[part.rows], output[part.rows]
+                lane.attend(mine, kv_cache, part.request.line, part.num_keys, part.hidden, self.scale, to)
+                continue
             spans = _spans(kv_cache, part.request, part.num_keys)
             if part.sees_prompts:
                 assert soft is not None
@@ -431,9 +438,10 @@ def _as_vllm_takes_it(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 def _requests(metadata: TreeCpuMetadata) -> list[_Request]:
     """The batch's requests; those without query rows (padding) have an empty slice."""
     bounds, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
-    blocks = metadata.block_table[: metadata.num_reqs].tolist()
+    table = metadata.block_table[: metadata.num_reqs]
+    blocks = table.tolist()
     return [
-        _Request(slice(bounds[index], bounds[index + 1]), lengths[index], blocks[index])
+        _Request(slice(bounds[index], bounds[index + 1]), lengths[index], blocks[index], table[index])
         for index in range(metadata.num_reqs)
     ]
 

@@ -1,15 +1,21 @@
-// y = x W^T + bias in float32 for the few rows that a round of decoding has, as fast as the weights can be read.
+// Products in float32 for the few rows that a round of decoding has, as fast as what they read can be read.
 //
-// The weights are packed: slabs of `depth` columns, in them tiles of `lanes` outputs, in them one vector for each
-// column. So every thread reads one stream, once, and asks for it far ahead. A tile's sums of all rows stay in
-// registers, and what a slab reads of x in the first-level cache. Every sum adds its products in the order of the
-// columns, whatever the number of rows, threads and tiles is: a row's results are the same bits in any batch.
+// `linear`: the weights are packed: slabs of `depth` columns, in them tiles of `lanes` outputs, in them one vector for
+// each column. So every thread reads one stream, once, and asks for it far ahead. A tile's sums of all rows stay in
+// registers, and what a slab reads of x in the first-level cache.
+//
+// `attend`: rows of a draft tree over the paged cache, whose blocks have keys by dimension and values by token, so that
+// both products read whole vectors in place.
+//
+// Every sum adds its products in one order, whatever the number of rows and threads is: a row's results are the same
+// bits in any batch.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <optional>
 #include <utility>
@@ -47,18 +53,19 @@ typedef float unaligned __attribute__((vector_size(4 * lanes), aligned(4)));
 
 struct Slab {
     const float *x;     // [columns, rows]
-    const float *w;     // [tiles, columns, lanes]
+    const float *w;     // [tiles, columns, lanes], two columns `between` apart
     const float *bias;  // of the tiles, with the first slab; else none
     float *y;           // the first row's sums; the others' are `stride` apart
     long columns, stride, width;
     const float *ahead;  // what is read next,
     long step;           // and how much of it to ask for with every column
+    long between = lanes;
 };
 
 // Add one slab to the sums of a few tiles.
 template <int rows, int tiles>
 void add_slab(const Slab &slab) {
-    const long columns = slab.columns, stride = slab.stride, step = slab.step;
+    const long columns = slab.columns, stride = slab.stride, step = slab.step, between = slab.between;
     const bool is_whole = slab.width == tiles * lanes;
     const float *x = slab.x, *w = slab.w, *ahead = slab.ahead;
     vector sums[tiles][rows];
@@ -71,7 +78,7 @@ void add_slab(const Slab &slab) {
             std::memcpy(&sums[tile][row], from, 4 * slab.width);
         }
     }
-    for (long column = 0; column < columns; column++, x += rows, w += lanes, ahead += step) {
+    for (long column = 0; column < columns; column++, x += rows, w += between, ahead += step) {
         __builtin_prefetch(ahead, 0, 2);
         if (tiles == 1) __builtin_prefetch(w + ahead_by, 0, 3);
         vector weights[tiles];
@@ -161,6 +168,105 @@ struct Product {
     }
 };
 
+using ints = int __attribute__((vector_size(4 * lanes)));
+
+// e to the power of x, which is not positive: as Cephes has it, within two units in the last place; 0 below -87.
+vector exponential(vector x) {
+    const vector least = vector{} - 87.0f, round = vector{} + 12582912.0f;
+    const vector inside = x < least ? least : x;
+    const vector n = inside * 1.44269504f + round - round;
+    const vector r = inside - n * 0.693359375f + n * 2.12194440e-4f;
+    vector sum = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    for (const float next : {8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        sum = sum * r + next;
+    sum = sum * r * r + r + 1.0f;
+    const ints power = (__builtin_convertvector(n, ints) + 127) << 23;
+    return x < least ? vector{} : sum * reinterpret_cast<const vector &>(power);
+}
+
+// Rows of one request over its first keys, grouped-query attention: see `attend` below.
+struct Attention {
+    const float *query, *cache, *hidden;
+    const int *blocks;
+    float *output;
+    long rows, group, kv_heads, head_size, block_size, num_keys, num_hidden;
+    long query_row, query_head, cache_block, cache_head, hidden_row, output_row, output_head;
+    float scale;
+
+    // All rows of the query heads of one KV head, so many at a time that a tile's sums fit in the registers.
+    void attend(long head) const {
+        const long all = rows * group, parts = (all + most_rows - 1) / most_rows;
+        for (long part = 0; part < parts; part++) attend(head, all * part / parts, all * (part + 1) / parts);
+    }
+
+    void attend(long head, long first, long last) const {
+        const long count = last - first, pitch = (num_keys + lanes - 1) / lanes * lanes;
+        static thread_local std::vector<float> room;
+        room.resize(std::max<std::size_t>(room.size(), count * (2 * (head_size + pitch) + lanes)));
+        float *turned = room.data(), *sums = turned + count * head_size, *shares = sums + count * head_size;
+        float *logits = shares + count * pitch;
+        for (long index = 0; index < count; index++) {
+            const float *from = query + (first + index) % rows * query_row + (head * group + (first + index) / rows) * query_head;
+            for (long d = 0; d < head_size; d++) turned[d * count + index] = from[d] * scale;
+        }
+        each_block(head, [&](const float *block, long start, long size) {
+            for (long key = 0; key < size; key += lanes)
+                adds_one(count)({turned, block + key, zeros, logits + start + key, head_size, pitch, lanes, block, 0, block_size});
+        });
+        float parts[most_rows];
+        for (long index = 0; index < count; index++)
+            parts[index] = share(logits + index * pitch, hidden + (first + index) % rows * hidden_row, shares + index, count);
+        each_block(head, [&](const float *block, long start, long size) {
+            const float *values = block + block_size * head_size;
+            for (long d = 0; d < head_size; d += lanes)
+                adds_one(count)({shares + start * count, values + d, start ? nullptr : zeros, sums + d, size, head_size, lanes,
+                                 values, 0, head_size});
+        });
+        for (long index = 0; index < count; index++) {
+            float *to = output + (first + index) % rows * output_row + (head * group + (first + index) / rows) * output_head;
+            for (long d = 0; d < head_size; d++) to[d] = sums[index * head_size + d] * parts[index];
+        }
+    }
+
+    template <typename Function>
+    void each_block(long head, Function function) const {
+        for (long start = 0; start < num_keys; start += block_size)
+            function(cache + blocks[start / block_size] * cache_block + head * cache_head, start,
+                     std::min(block_size, num_keys - start));
+    }
+
+    // The shares of a row's keys, not yet divided by their sum, `apart` from each other; returns what to multiply with.
+    float share(float *logits, const float *hidden, float *shares, long apart) const {
+        const long pitch = (num_keys + lanes - 1) / lanes * lanes;
+        for (long key = 0; key < num_hidden; key++) logits[num_keys - num_hidden + key] += hidden[key];
+        std::fill(logits + num_keys, logits + pitch, -INFINITY);
+        vector most = vector{} - INFINITY, sums = {};
+        for (long key = 0; key < pitch; key += lanes) {
+            const vector some = reinterpret_cast<const unaligned &>(logits[key]);
+            most = some > most ? some : most;
+        }
+        float greatest = -INFINITY, sum = 0;
+        for (long lane = 0; lane < lanes; lane++) greatest = std::max(greatest, most[lane]);
+        const bool sees_nothing = greatest == -INFINITY;  // in vLLM's dummy runs
+        for (long key = 0; key < pitch; key += lanes) {
+            unaligned &some = reinterpret_cast<unaligned &>(logits[key]);
+            some = sees_nothing ? vector{} : exponential(some - greatest);
+            sums += some;
+        }
+        for (long key = 0; key < num_keys; key++) shares[key * apart] = logits[key];
+        if (sees_nothing) return 0;
+        for (long lane = 0; lane < lanes; lane++) sum += sums[lane];
+        return 1 / sum;
+    }
+
+    static void work(void *argument) {
+        const Attention &own = *static_cast<const Attention *>(argument);
+        const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
+        for (long head = own.kv_heads * thread / threads; head < own.kv_heads * (thread + 1) / threads; head++)
+            own.attend(head);
+    }
+};
+
 using torch::stable::Tensor;
 
 Tensor pack(Tensor weight) {
@@ -207,14 +313,54 @@ Tensor linear(Tensor x, Tensor packed, int64_t outputs, std::optional<Tensor> bi
     return y;
 }
 
+// Softmax of query times keys, times values.
+//
+// query: [rows, heads, head_size]; kv_cache: [blocks, kv_heads, block_size, 2 * head_size] as vLLM's "vec" kernels lay it
+// out; blocks: int32, of the request; hidden: [rows, m], added to the logits of the last m of `num_keys`, 0 or -inf;
+// output: as the query, written, zeros in a row that sees no key.
+void attend(Tensor query, Tensor kv_cache, Tensor blocks, int64_t num_keys, Tensor hidden, double scale, Tensor output) {
+    Attention call = {
+        .query = static_cast<const float *>(query.data_ptr()),
+        .cache = static_cast<const float *>(kv_cache.data_ptr()),
+        .hidden = static_cast<const float *>(hidden.data_ptr()),
+        .blocks = static_cast<const int *>(blocks.data_ptr()),
+        .output = static_cast<float *>(output.data_ptr()),
+        .rows = query.size(0),
+        .group = query.size(1) / kv_cache.size(1),
+        .kv_heads = kv_cache.size(1),
+        .head_size = query.size(2),
+        .block_size = kv_cache.size(2),
+        .num_keys = num_keys,
+        .num_hidden = hidden.size(1),
+        .query_row = query.stride(0),
+        .query_head = query.stride(1),
+        .cache_block = kv_cache.stride(0),
+        .cache_head = kv_cache.stride(1),
+        .hidden_row = hidden.stride(0),
+        .output_row = output.stride(0),
+        .output_head = output.stride(1),
+        .scale = static_cast<float>(scale),
+    };
+    if (2 * call.rows * query.size(1) * num_keys * call.head_size >= worth_threads) {
+        GOMP_parallel(Attention::work, &call, 0, 0);
+    } else {
+        for (long head = 0; head < call.kv_heads; head++) call.attend(head);
+    }
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY(crossspec_cpu_lane, m) {
     m.def("pack(Tensor weight) -> Tensor");
     m.def("linear(Tensor x, Tensor packed, int outputs, Tensor? bias) -> Tensor");
+    m.def(
+        "attend(Tensor query, Tensor kv_cache, Tensor blocks, int num_keys, Tensor hidden, float scale, "
+        "Tensor(a!) output) -> ()"
+    );
 }
 
 STABLE_TORCH_LIBRARY_IMPL(crossspec_cpu_lane, CPU, m) {
     m.impl("pack", TORCH_BOX(&pack));
     m.impl("linear", TORCH_BOX(&linear));
+    m.impl("attend", TORCH_BOX(&attend));
 }

@@ -1,7 +1,7 @@
-"""Linear layers in float32 for the rows of a decoding round, read as fast as memory gives them: see `linear.cpp`.
+"""Products in float32 for the rows of a decoding round, as fast as memory gives what they read: see `products.cpp`.
 
-oneDNN, which vLLM takes, needs half as long again for 16 rows as for one; this needs a quarter more, and less for one.
-Beside that a row's results are the same bits whatever rows stand beside it.
+oneDNN, which vLLM takes for linear layers, needs half as long again for 16 rows as for one; this needs a quarter more,
+and less for one. Beside that a row's results are the same bits whatever rows stand beside it.
 """
 
 import functools
@@ -23,7 +23,8 @@ def load() -> None:
     """Make `torch.ops.crossspec_cpu_lane` ready, compiled where Triton's cache does not have it.
 
     `pack(weight)`: weights of [outputs, inputs] as `linear` reads them, 1D. `linear(x, packed, outputs, bias)`: x of
-    [..., inputs] times the transposed weights plus the bias, of [..., outputs]. All in float32.
+    [..., inputs] times the transposed weights plus the bias, of [..., outputs]. `attend(query, kv_cache, blocks,
+    num_keys, hidden, scale, output)`: rows of a draft tree over the paged cache. All in float32.
 
     Raises:
         RuntimeError: no C++ compiler, or one that fails.
@@ -32,9 +33,9 @@ def load() -> None:
     code = Path(__file__).with_suffix(".cpp").read_text()
     key = hashlib.sha256("\n".join([code, *_FLAGS, torch.__version__, toolchain.fingerprint()]).encode()).hexdigest()
     cache = get_cache_manager(key)
-    path = cache.get_file("linear.so")
+    path = cache.get_file("products.so")
     if path is None:
-        path = cache.put(toolchain.compile_cpp(code, "linear", _FLAGS, _LIBRARIES), "linear.so")
+        path = cache.put(toolchain.compile_cpp(code, "products", _FLAGS, _LIBRARIES), "products.so")
     torch.ops.load_library(path)
     torch.library.register_fake("crossspec_cpu_lane::linear", _linear_shape)
 

@@ -1,19 +1,21 @@
-"""Linear layers of the CPU lane in engines of ours: several rows cost what reading the weights costs, nearly.
+"""The CPU lane's products in engines of ours: a round's rows cost what reading the weights costs, nearly.
 
-Verification pays where a round's rows cost the target hardly more than one. oneDNN's products, which vLLM takes on a
-CPU, need half as long again for 16 rows; see ``crossspec_cpu_lane.linear``. For development, as the lane is.
+Verification pays where several rows cost the target hardly more than one. oneDNN's products, which vLLM takes on a
+CPU, need half as long again for 16 rows; see ``crossspec_cpu_lane.products``. For development, as the lane is.
 """
 
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
 
 import torch
 from torch import nn
 from vllm.model_executor.layers import utils as layers
 
-VARIABLE = "CROSSSPEC_CPU_LINEAR"
-"""Environment variable. ``0``: vLLM's layers everywhere; ``all``: the lane's in plain engines and vLLM's methods too."""
+VARIABLE = "CROSSSPEC_CPU_PRODUCTS"
+"""Environment variable. ``0``: never; ``all``: linear layers of plain engines and of vLLM's own methods, too."""
 
 
 def choice() -> str:
@@ -28,17 +30,33 @@ def choice() -> str:
     return asked
 
 
+def lane_ops() -> Any | None:
+    """``torch.ops.crossspec_cpu_lane``; None where the user wants none, or the lane is missing or does not compile."""
+    return None if choice() == "0" else _loaded()
+
+
+@cache
+def _loaded() -> Any | None:
+    try:
+        from crossspec_cpu_lane import products
+
+        products.load()
+    except (ImportError, RuntimeError, OSError):
+        return None
+    return torch.ops.crossspec_cpu_lane
+
+
 def use_everywhere() -> None:
     """Have every engine that this process starts load its layers for the lane."""
-    if _lane_is_ready():
+    if lane_ops() is not None:
         layers.dispatch_cpu_unquantized_gemm = _packing()
 
 
 @contextlib.contextmanager
 def lane_products(device: torch.device) -> Iterator[None]:
-    """Have float32 layers that are loaded meanwhile packed for the lane, where it is installed and compiles."""
+    """Have float32 layers that are loaded meanwhile packed for the lane."""
     native = layers.dispatch_cpu_unquantized_gemm
-    if device.type == "cpu" and choice() == "" and _lane_is_ready():
+    if device.type == "cpu" and choice() != "all" and lane_ops() is not None:
         layers.dispatch_cpu_unquantized_gemm = _packing()
     try:
         yield
@@ -61,14 +79,3 @@ def _packing() -> Callable[..., None]:
             layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
 
     return dispatch
-
-
-def _lane_is_ready() -> bool:
-    """Whether the lane is installed, compiles and loads."""
-    try:
-        from crossspec_cpu_lane import linear
-
-        linear.load()
-    except (ImportError, RuntimeError, OSError):
-        return False
-    return True

@@ -1,4 +1,4 @@
-"""The CPU lane's linear layers: right, the same bits in any batch, and taken where they should be."""
+"""The CPU lane's products: right, the same bits in any batch, and taken where they should be."""
 
 from importlib import util
 
@@ -21,9 +21,9 @@ CLOSE = {"rtol": 1e-5, "atol": 5e-5}
 
 @pytest.fixture(scope="module")
 def ops():
-    from crossspec_cpu_lane import linear
+    from crossspec_cpu_lane import products
 
-    linear.load()
+    products.load()
     return torch.ops.crossspec_cpu_lane
 
 
@@ -69,6 +69,38 @@ def test_compilers_know_its_shape(ops):
     torch.library.opcheck(ops.linear, (torch.randn(2, 3, 24), packed, 40, torch.randn(40)), test_utils=checks)
 
 
+@pytest.mark.parametrize(
+    "rows, heads, kv_heads, head_size, num_keys",
+    [(11, 16, 8, 64, 200), (1, 4, 2, 32, 5), (61, 4, 1, 64, 333), (7, 4, 4, 48, 64), (24, 1, 1, 16, 65)],
+)
+def test_rows_of_trees_attend_as_in_torch(ops, rows, heads, kv_heads, head_size, num_keys):
+    from vllm_crossspec.engine.attention.cpu import _Request, _spans, attend
+
+    torch.manual_seed(0)
+    num_blocks, block_size, num_hidden = -(-num_keys // 32), 32, min(rows, num_keys)
+    cache = torch.randn(num_blocks + 3, kv_heads, block_size, 2 * head_size)
+    line = torch.randperm(num_blocks + 3)[:num_blocks].int()
+    query = torch.randn(rows, heads + 2, head_size)[:, 1 : heads + 1]
+    hidden = torch.where(torch.rand(rows, num_hidden) > 0.4, 0.0, float("-inf"))
+    output = torch.full((rows, heads, head_size), float("nan"))
+    ops.attend(query, cache, line, num_keys, hidden, head_size**-0.5, output)
+    request = _Request(slice(0, rows), num_keys, line.tolist(), line)
+    wanted = attend(query, _spans(cache, request, num_keys), hidden, head_size**-0.5)
+    assert_close(output, wanted, rtol=1e-5, atol=2e-6)
+    for row in range(rows):  # by itself: the same bits
+        alone = torch.empty(1, heads, head_size)
+        ops.attend(query[row : row + 1], cache, line, num_keys, hidden[row : row + 1], head_size**-0.5, alone)
+        assert torch.equal(alone[0], output[row])
+
+
+def test_a_row_that_sees_no_key_is_zero(ops):
+    query, cache, line = torch.randn(2, 1, 32), torch.randn(1, 1, 32, 64), torch.zeros(1, dtype=torch.int32)
+    hidden = torch.tensor([[0.0, 0.0, 0.0], [float("-inf")] * 3])
+    output = torch.full((2, 1, 32), float("nan"))
+    ops.attend(query, cache, line, 3, hidden, 1.0, output)
+    assert output[0].isfinite().all() and (output[1] == 0).all()
+
+
 class Layer(nn.Module):
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -90,7 +122,7 @@ def calls_the_lane(layer):
 
 
 def test_what_our_runner_loads_multiplies_in_the_lane(ops, monkeypatch):
-    from vllm_crossspec.engine.cpu_linear import VARIABLE, lane_products
+    from vllm_crossspec.engine.cpu_products import VARIABLE, lane_products
 
     monkeypatch.delenv(VARIABLE, raising=False)
     cpu = torch.device("cpu")
@@ -109,24 +141,30 @@ def test_what_our_runner_loads_multiplies_in_the_lane(ops, monkeypatch):
 def test_the_users_choice(ops, monkeypatch):
     from vllm.model_executor.layers import utils
 
-    from vllm_crossspec.engine.cpu_linear import VARIABLE, choice, use_everywhere
+    from vllm_crossspec.engine.cpu_products import VARIABLE, choice, use_everywhere
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
     use_everywhere()
     assert calls_the_lane(Layer())
     monkeypatch.setenv(VARIABLE, "yes")
-    with pytest.raises(ValueError, match=r"CROSSSPEC_CPU_LINEAR is 'yes': set it to 0 or all, or unset it"):
+    with pytest.raises(ValueError, match=r"CROSSSPEC_CPU_PRODUCTS is 'yes': set it to 0 or all, or unset it"):
         choice()
 
 
 def test_without_a_compiler_vllms_own_layers_stay(monkeypatch):
-    from crossspec_cpu_lane import linear
+    from crossspec_cpu_lane import products
 
-    from vllm_crossspec.engine.cpu_linear import lane_products
+    from vllm_crossspec.engine import cpu_products
 
     def fail():
         raise RuntimeError("no C compiler")
 
-    monkeypatch.setattr(linear, "load", fail)
-    with lane_products(torch.device("cpu")):
-        assert not calls_the_lane(Layer())
+    monkeypatch.delenv(cpu_products.VARIABLE, raising=False)
+    monkeypatch.setattr(products, "load", fail)
+    cpu_products._loaded.cache_clear()
+    try:
+        assert cpu_products.lane_ops() is None
+        with cpu_products.lane_products(torch.device("cpu")):
+            assert not calls_the_lane(Layer())
+    finally:
+        cpu_products._loaded.cache_clear()
