@@ -5,9 +5,10 @@
 
 The models are the pocket's, inflated: their text and their acceptance at the cost of the shape, see
 docs/inflated-models.md. All methods answer the same prompts by turns (`crossspec bench`), in float32: every text
-must be plain's. Trees are as small as a CPU wants them, and `by_batch_size` is "auto" where a method has trees. The
-*limit* of a row is its speedup if a round were the target's pass alone: its tokens a round, times plain's round, by its
-own target's pass.
+must be plain's. Methods of ours have the CPU lane's products (docs/cpu-lane.md), plain engines and vLLM's methods only
+with `CROSSSPEC_CPU_PRODUCTS=all` in the environment; `arm-plain` is an engine of ours without drafts. Trees are as
+small as a CPU wants them, and `by_batch_size` is "auto" where a method has trees. The *limit* of a row is its speedup
+if a round were the target's pass alone: its tokens a round, times plain's round, by its own target's pass.
 """
 
 import argparse
@@ -80,7 +81,7 @@ SPECS: dict[str, dict[str, Any]] = {
     },
 }
 """What is compared; a config without a key of ours is vLLM's own method."""
-METHODS = [name for name in SPECS if not name.startswith("arm-")]
+METHODS = ["arm-plain", *(name for name in SPECS if not name.startswith("arm-"))]
 CROSSSPEC = (sys.executable, "-m", "vllm_crossspec.cli.app")
 
 

@@ -28,6 +28,7 @@ ROOMS = [
     "engine.proposers",
     "engine.models",
     "engine.attention",
+    "engine.cpu_products",
     "engine.heads",
     "engine.noise",
     "engine.weights",

@@ -40,6 +40,7 @@ constexpr long depth = 128;
 constexpr long panel = 8;               // blocks of rows
 constexpr long far_ahead = 4096;        // floats, into the second-level cache
 constexpr long ahead_by = 128;          // floats, into the first
+constexpr std::size_t most_kept = 1 << 20;  // floats, of x turned
 constexpr long worth_threads = 200000;  // products
 
 typedef float vector __attribute__((vector_size(4 * lanes)));
@@ -132,9 +133,11 @@ struct Product {
     // in the second-level cache between slabs.
     void multiply(long from, long to) const {
         const long panels = (blocks + panel - 1) / panel;
-        for (long index = 0; index < panels; index++)
+        for (long index = 0; index < panels; index++) {
+            const long first = blocks * index / panels, last = blocks * (index + 1) / panels;
             for (long begin = 0; begin < k; begin += depth)
-                add(begin, std::min(depth, k - begin), blocks * index / panels, blocks * (index + 1) / panels, from, to);
+                add(begin, std::min(depth, k - begin), first, last, from, to);
+        }
     }
 
     // One slab, some blocks of rows, two tiles at a time where there are several blocks, which load x less often.
@@ -206,25 +209,31 @@ struct Attention {
         float *turned = room.data(), *sums = turned + count * head_size, *shares = sums + count * head_size;
         float *logits = shares + count * pitch;
         for (long index = 0; index < count; index++) {
-            const float *from = query + (first + index) % rows * query_row + (head * group + (first + index) / rows) * query_head;
+            const long row = (first + index) % rows, own = head * group + (first + index) / rows;
+            const float *from = query + row * query_row + own * query_head;
             for (long d = 0; d < head_size; d++) turned[d * count + index] = from[d] * scale;
         }
         each_block(head, [&](const float *block, long start, long size) {
-            for (long key = 0; key < size; key += lanes)
-                adds_one(count)({turned, block + key, zeros, logits + start + key, head_size, pitch, lanes, block, 0, block_size});
+            for (long key = 0; key < size; key += lanes) {
+                float *to = logits + start + key;
+                adds_one(count)({turned, block + key, zeros, to, head_size, pitch, lanes, block, 0, block_size});
+            }
         });
-        float parts[most_rows];
-        for (long index = 0; index < count; index++)
-            parts[index] = share(logits + index * pitch, hidden + (first + index) % rows * hidden_row, shares + index, count);
+        float factors[most_rows];
+        for (long index = 0; index < count; index++) {
+            const float *mask = hidden + (first + index) % rows * hidden_row;
+            factors[index] = share(logits + index * pitch, mask, shares + index, count);
+        }
         each_block(head, [&](const float *block, long start, long size) {
-            const float *values = block + block_size * head_size;
+            const float *values = block + block_size * head_size, *x = shares + start * count;
+            const float *begin = start ? nullptr : zeros;
             for (long d = 0; d < head_size; d += lanes)
-                adds_one(count)({shares + start * count, values + d, start ? nullptr : zeros, sums + d, size, head_size, lanes,
-                                 values, 0, head_size});
+                adds_one(count)({x, values + d, begin, sums + d, size, head_size, lanes, values, 0, head_size});
         });
         for (long index = 0; index < count; index++) {
-            float *to = output + (first + index) % rows * output_row + (head * group + (first + index) / rows) * output_head;
-            for (long d = 0; d < head_size; d++) to[d] = sums[index * head_size + d] * parts[index];
+            const long row = (first + index) % rows, own = head * group + (first + index) / rows;
+            float *to = output + row * output_row + own * output_head;
+            for (long d = 0; d < head_size; d++) to[d] = sums[index * head_size + d] * factors[index];
         }
     }
 
@@ -310,15 +319,18 @@ Tensor linear(Tensor x, Tensor packed, int64_t outputs, std::optional<Tensor> bi
         if (m > 1) product.turn(0, k);
         product.multiply(0, product.tiles());
     }
+    if (room.size() > most_kept) std::vector<float>().swap(room);  // of a long prompt
     return y;
 }
 
 // Softmax of query times keys, times values.
 //
-// query: [rows, heads, head_size]; kv_cache: [blocks, kv_heads, block_size, 2 * head_size] as vLLM's "vec" kernels lay it
-// out; blocks: int32, of the request; hidden: [rows, m], added to the logits of the last m of `num_keys`, 0 or -inf;
-// output: as the query, written, zeros in a row that sees no key.
-void attend(Tensor query, Tensor kv_cache, Tensor blocks, int64_t num_keys, Tensor hidden, double scale, Tensor output) {
+// query: [rows, heads, head_size], of whole vectors; kv_cache: [blocks, kv_heads, block_size, 2 * head_size] as vLLM's
+// "vec" kernels lay it out; blocks: int32, of the request; hidden: [rows, m], added to the logits of the last m of
+// `num_keys`, 0 or -inf; output: as the query, written, zeros in a row that sees no key.
+void attend(
+    Tensor query, Tensor kv_cache, Tensor blocks, int64_t num_keys, Tensor hidden, double scale, Tensor output
+) {
     Attention call = {
         .query = static_cast<const float *>(query.data_ptr()),
         .cache = static_cast<const float *>(kv_cache.data_ptr()),
