@@ -203,7 +203,7 @@ struct Attention {
     }
 
     void attend(long head, long first, long last) const {
-        const long count = last - first, pitch = (num_keys + lanes - 1) / lanes * lanes;
+        const long count = last - first, pitch = padded() + lanes;  // else all rows of many keys lie in one cache set
         static thread_local std::vector<float> room;
         room.resize(std::max<std::size_t>(room.size(), count * (2 * (head_size + pitch) + lanes)));
         float *turned = room.data(), *sums = turned + count * head_size, *shares = sums + count * head_size;
@@ -222,8 +222,10 @@ struct Attention {
         float factors[most_rows];
         for (long index = 0; index < count; index++) {
             const float *mask = hidden + (first + index) % rows * hidden_row;
-            factors[index] = share(logits + index * pitch, mask, shares + index, count);
+            factors[index] = share(logits + index * pitch, mask);
         }
+        for (long key = 0; key < num_keys; key++)
+            for (long index = 0; index < count; index++) shares[key * count + index] = logits[index * pitch + key];
         each_block(head, [&](const float *block, long start, long size) {
             const float *values = block + block_size * head_size, *x = shares + start * count;
             const float *begin = start ? nullptr : zeros;
@@ -244,25 +246,25 @@ struct Attention {
                      std::min(block_size, num_keys - start));
     }
 
-    // The shares of a row's keys, not yet divided by their sum, `apart` from each other; returns what to multiply with.
-    float share(float *logits, const float *hidden, float *shares, long apart) const {
-        const long pitch = (num_keys + lanes - 1) / lanes * lanes;
+    long padded() const { return (num_keys + lanes - 1) / lanes * lanes; }
+
+    // Put the shares of a row's keys in the logits' place, not yet divided by their sum; returns what to multiply with.
+    float share(float *logits, const float *hidden) const {
         for (long key = 0; key < num_hidden; key++) logits[num_keys - num_hidden + key] += hidden[key];
-        std::fill(logits + num_keys, logits + pitch, -INFINITY);
+        std::fill(logits + num_keys, logits + padded(), -INFINITY);
         vector most = vector{} - INFINITY, sums = {};
-        for (long key = 0; key < pitch; key += lanes) {
+        for (long key = 0; key < padded(); key += lanes) {
             const vector some = reinterpret_cast<const unaligned &>(logits[key]);
             most = some > most ? some : most;
         }
         float greatest = -INFINITY, sum = 0;
         for (long lane = 0; lane < lanes; lane++) greatest = std::max(greatest, most[lane]);
         const bool sees_nothing = greatest == -INFINITY;  // in vLLM's dummy runs
-        for (long key = 0; key < pitch; key += lanes) {
+        for (long key = 0; key < padded(); key += lanes) {
             unaligned &some = reinterpret_cast<unaligned &>(logits[key]);
             some = sees_nothing ? vector{} : exponential(some - greatest);
             sums += some;
         }
-        for (long key = 0; key < num_keys; key++) shares[key * apart] = logits[key];
         if (sees_nothing) return 0;
         for (long lane = 0; lane < lanes; lane++) sum += sums[lane];
         return 1 / sum;
