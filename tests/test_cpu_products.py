@@ -121,50 +121,57 @@ def calls_the_lane(layer):
     return any(event.key == "crossspec_cpu_lane::linear" for event in seen.key_averages())
 
 
-def test_what_our_runner_loads_multiplies_in_the_lane(ops, monkeypatch):
-    from vllm_crossspec.engine.cpu_products import VARIABLE, lane_products
+@pytest.fixture
+def fast(ops, monkeypatch):
+    """A processor that the products are used on, and a user who has set nothing."""
+    from vllm_crossspec.engine import cpu_products
 
-    monkeypatch.delenv(VARIABLE, raising=False)
+    monkeypatch.delenv(cpu_products.VARIABLE, raising=False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    cpu_products._loaded.cache_clear()
+    yield cpu_products
+    cpu_products._loaded.cache_clear()
+
+
+def test_what_our_runner_loads_multiplies_in_the_lane(fast, monkeypatch):
     cpu = torch.device("cpu")
-    with lane_products(cpu):
+    with fast.lane_products(cpu):
         layer = Layer()
         assert calls_the_lane(layer) and layer.weight.numel() == 0
         assert not calls_the_lane(Layer(torch.bfloat16))
     assert not calls_the_lane(Layer())
-    with lane_products(torch.device("cuda")):
+    with fast.lane_products(torch.device("cuda")):
         assert not calls_the_lane(Layer())
-    monkeypatch.setenv(VARIABLE, "0")
-    with lane_products(cpu):
+    monkeypatch.setenv(fast.VARIABLE, "0")
+    with fast.lane_products(cpu):
         assert not calls_the_lane(Layer())
 
 
-def test_the_users_choice(ops, monkeypatch):
+def test_the_users_choice(fast, monkeypatch):
     from vllm.model_executor.layers import utils
 
-    from vllm_crossspec.engine.cpu_products import VARIABLE, choice, use_everywhere
-
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
-    use_everywhere()
+    fast.use_everywhere()
     assert calls_the_lane(Layer())
-    monkeypatch.setenv(VARIABLE, "yes")
+    monkeypatch.setenv(fast.VARIABLE, "yes")
     with pytest.raises(ValueError, match=r"CROSSSPEC_CPU_PRODUCTS is 'yes': set it to 0 or all, or unset it"):
-        choice()
+        fast.choice()
 
 
-def test_without_a_compiler_vllms_own_layers_stay(monkeypatch):
+def test_without_a_compiler_vllms_own_layers_stay(fast, monkeypatch):
     from crossspec_cpu_lane import products
-
-    from vllm_crossspec.engine import cpu_products
 
     def fail():
         raise RuntimeError("no C compiler")
 
-    monkeypatch.delenv(cpu_products.VARIABLE, raising=False)
     monkeypatch.setattr(products, "load", fail)
-    cpu_products._loaded.cache_clear()
-    try:
-        assert cpu_products.lane_ops() is None
-        with cpu_products.lane_products(torch.device("cpu")):
-            assert not calls_the_lane(Layer())
-    finally:
-        cpu_products._loaded.cache_clear()
+    assert fast.lane_ops() is None
+    with fast.lane_products(torch.device("cpu")):
+        assert not calls_the_lane(Layer())
+
+
+def test_it_is_for_wide_vectors(fast, monkeypatch):
+    assert fast.lane_ops() is not None
+    fast._loaded.cache_clear()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert fast.lane_ops() is None

@@ -31,12 +31,17 @@ def choice() -> str:
 
 
 def lane_ops() -> Any | None:
-    """``torch.ops.crossspec_cpu_lane``; None where the user wants none, or the lane is missing or does not compile."""
+    """``torch.ops.crossspec_cpu_lane``; None where the user wants none, or it would not be faster, or cannot be had.
+
+    It is faster with AVX-512. Built for AVX2 it lost from 24 rows on, and vectors of 16 bytes are far too narrow.
+    """
     return None if choice() == "0" else _loaded()
 
 
 @cache
 def _loaded() -> Any | None:
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return None
     try:
         from crossspec_cpu_lane import products
 
