@@ -2,6 +2,7 @@
 
 from importlib import util
 
+import engines
 import pytest
 import torch
 from torch import nn
@@ -128,9 +129,9 @@ def fast(ops, monkeypatch):
 
     monkeypatch.delenv(cpu_products.VARIABLE, raising=False)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
-    cpu_products._loaded.cache_clear()
+    cpu_products.lane_ops.cache_clear()
     yield cpu_products
-    cpu_products._loaded.cache_clear()
+    cpu_products.lane_ops.cache_clear()
 
 
 def test_what_our_runner_loads_multiplies_in_the_lane(fast, monkeypatch):
@@ -143,6 +144,7 @@ def test_what_our_runner_loads_multiplies_in_the_lane(fast, monkeypatch):
     with fast.lane_products(torch.device("cuda")):
         assert not calls_the_lane(Layer())
     monkeypatch.setenv(fast.VARIABLE, "0")
+    fast.lane_ops.cache_clear()
     with fast.lane_products(cpu):
         assert not calls_the_lane(Layer())
 
@@ -151,7 +153,7 @@ def test_the_users_choice(fast, monkeypatch):
     from vllm.model_executor.layers import utils
 
     monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", utils.dispatch_cpu_unquantized_gemm)
-    fast.use_everywhere()
+    fast.use_lane_everywhere()
     assert calls_the_lane(Layer())
     monkeypatch.setenv(fast.VARIABLE, "yes")
     with pytest.raises(ValueError, match=r"CROSSSPEC_CPU_PRODUCTS is 'yes': set it to 0 or all, or unset it"):
@@ -164,14 +166,34 @@ def test_without_a_compiler_vllms_own_layers_stay(fast, monkeypatch):
     def fail():
         raise RuntimeError("no C compiler")
 
+    said = []
     monkeypatch.setattr(products, "load", fail)
+    monkeypatch.setattr(fast.logger, "warning", lambda sentence, *values: said.append(sentence % values))
     assert fast.lane_ops() is None
+    assert said == ["crossspec: layers keep vLLM's own products, slower for a round's rows: no C compiler"]
     with fast.lane_products(torch.device("cpu")):
         assert not calls_the_lane(Layer())
 
 
 def test_it_is_for_wide_vectors(fast, monkeypatch):
     assert fast.lane_ops() is not None
-    fast._loaded.cache_clear()
+    fast.lane_ops.cache_clear()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
     assert fast.lane_ops() is None
+
+
+@pytest.mark.e2e
+def test_an_engine_of_ours_runs_on_them_and_a_plain_one_does_not(fast):
+    from torch.profiler import profile
+
+    def run(spec):
+        with engines.engine(spec) as llm, profile() as seen:
+            tokens = engines.generate(llm, engines.prompts(2), max_tokens=12)
+        own = {event.key for event in seen.key_averages() if event.key.startswith("crossspec_cpu_lane::")}
+        return tokens, own
+
+    plain, used = run(None)
+    assert not used
+    tokens, used = run(engines.tree("eagle3", engines.EAGLE3, num_nodes=12, depth=4))
+    assert tokens == plain
+    assert used == {"crossspec_cpu_lane::linear", "crossspec_cpu_lane::attend"}

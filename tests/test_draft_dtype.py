@@ -7,7 +7,7 @@ from torch import nn
 from vllm.model_executor.layers import utils as layers
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
-from vllm_crossspec.engine.weights import FAST_ROWS, products_in
+from vllm_crossspec.engine.cpu_products import FAST_ROWS, products_in
 
 SPECS = {
     "eagle3": engines.ours("eagle3", engines.EAGLE3),

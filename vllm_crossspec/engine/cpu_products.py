@@ -1,7 +1,8 @@
-"""The CPU lane's products in engines of ours: a round's rows cost what reading the weights costs, nearly.
+"""What layers multiply with on a CPU: vLLM's own products, the CPU lane's, or, for a drafter, bfloat16.
 
-Verification pays where several rows cost the target hardly more than one. oneDNN's products, which vLLM takes on a
-CPU, need half as long again for 16 rows; see ``crossspec_cpu_lane.products``. For development, as the lane is.
+Verification pays where several rows cost the target hardly more than one. oneDNN's products, which vLLM takes, need
+half as long again for 16 rows; engines of ours have the lane's (``crossspec_cpu_lane.products``). For development, as
+the lane is.
 """
 
 import contextlib
@@ -12,10 +13,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm import _custom_ops as ops
+from vllm.logger import init_logger
 from vllm.model_executor.layers import utils as layers
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+logger = init_logger("vllm.crossspec")
 
 VARIABLE = "CROSSSPEC_CPU_PRODUCTS"
 """Environment variable. ``0``: never; ``all``: linear layers of plain engines and of vLLM's own methods, too."""
+
+FAST_ROWS = 4
+"""Rows from which oneDNN multiplies bfloat16 at the speed of memory; for one row it takes as long as for forty."""
+
+Choose = Callable[..., None]
+"""vLLM's own: gives a layer what it multiplies with, and may take its weights out of it."""
 
 
 def choice() -> str:
@@ -30,57 +42,98 @@ def choice() -> str:
     return asked
 
 
+@cache
 def lane_ops() -> Any | None:
     """``torch.ops.crossspec_cpu_lane``; None where the user wants none, or it would not be faster, or cannot be had.
 
     It is faster with AVX-512. Built for AVX2 it lost from 24 rows on, and vectors of 16 bytes are far too narrow.
     """
-    return None if choice() == "0" else _loaded()
-
-
-@cache
-def _loaded() -> Any | None:
-    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+    if choice() == "0" or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return None
     try:
         from crossspec_cpu_lane import products
 
         products.load()
-    except (ImportError, RuntimeError, OSError):
+    except ImportError:
+        return None
+    except (RuntimeError, OSError) as problem:
+        logger.warning("crossspec: layers keep vLLM's own products, slower for a round's rows: %s", problem)
         return None
     return torch.ops.crossspec_cpu_lane
 
 
-def use_everywhere() -> None:
+def use_lane_everywhere() -> None:
     """Have every engine that this process starts load its layers for the lane."""
     if lane_ops() is not None:
-        layers.dispatch_cpu_unquantized_gemm = _packing()
+        layers.dispatch_cpu_unquantized_gemm = _lane(layers.dispatch_cpu_unquantized_gemm)
+
+
+def lane_products(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Have float32 layers that are loaded meanwhile packed for the lane."""
+    wanted = device.type == "cpu" and choice() != "all" and lane_ops() is not None
+    return _loading(_lane) if wanted else contextlib.nullcontext()
+
+
+def products_in(dtype: str | None) -> contextlib.AbstractContextManager[None]:
+    """Have float32 layers that a CPU loads meanwhile multiply in bfloat16; their inputs and outputs stay float32.
+
+    Half the bytes of weights, which is what a drafter's pass costs: drafts may change, and no text does. Embeddings and
+    output layers stay as they are, so that near candidates are not rounded to one score.
+
+    Args:
+        dtype: "bfloat16"; None changes nothing.
+    """
+    return contextlib.nullcontext() if dtype is None else _loading(_bfloat16)
 
 
 @contextlib.contextmanager
-def lane_products(device: torch.device) -> Iterator[None]:
-    """Have float32 layers that are loaded meanwhile packed for the lane."""
+def _loading(replacement: Callable[[Choose], Choose]) -> Iterator[None]:
     native = layers.dispatch_cpu_unquantized_gemm
-    if device.type == "cpu" and choice() != "all" and lane_ops() is not None:
-        layers.dispatch_cpu_unquantized_gemm = _packing()
+    layers.dispatch_cpu_unquantized_gemm = replacement(native)
     try:
         yield
     finally:
         layers.dispatch_cpu_unquantized_gemm = native
 
 
-def _packing() -> Callable[..., None]:
-    """In the place of vLLM's choice of a product for a layer."""
-    native = layers.dispatch_cpu_unquantized_gemm
-
-    def dispatch(layer: nn.Module, remove_weight: bool) -> None:
+def _lane(native: Choose) -> Choose:
+    def choose(layer: nn.Module, remove_weight: bool) -> None:
         weight = layer.weight
-        if weight.is_meta or weight.ndim != 2 or weight.dtype != torch.float32:
+        if weight.is_meta or not _is_float32_matrix(weight):
             native(layer, remove_weight=remove_weight)
             return
         packed, outputs = torch.ops.crossspec_cpu_lane.pack(weight), weight.shape[0]
         layer.cpu_linear = lambda x, weight, bias: torch.ops.crossspec_cpu_lane.linear(x, packed, outputs, bias)
-        if remove_weight:
-            layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
+        _drop_weight(layer, remove_weight)
 
-    return dispatch
+    return choose
+
+
+def _bfloat16(native: Choose) -> Choose:
+    def choose(layer: nn.Module, remove_weight: bool) -> None:
+        weight = layer.weight
+        if isinstance(layer, VocabParallelEmbedding) or not _is_float32_matrix(weight):
+            native(layer, remove_weight=remove_weight)
+            return
+        handler = ops.create_onednn_mm(weight.to(torch.bfloat16).t())
+
+        def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            rows = x.shape[0]
+            narrow = nn.functional.pad(x, (0, 0, 0, max(FAST_ROWS - rows, 0))).to(torch.bfloat16)
+            out = ops.onednn_mm(handler, narrow, None)[:rows].float()
+            return out if bias is None else out + bias
+
+        layer.cpu_linear = linear
+        _drop_weight(layer, remove_weight)
+
+    return choose
+
+
+def _is_float32_matrix(weight: torch.Tensor) -> bool:
+    return weight.ndim == 2 and weight.dtype == torch.float32
+
+
+def _drop_weight(layer: nn.Module, remove_weight: bool) -> None:
+    """What was packed is not needed twice."""
+    if remove_weight:
+        layer.weight = nn.Parameter(layer.weight.new_empty(0), requires_grad=False)

@@ -43,7 +43,7 @@ def _use_the_lanes_products() -> None:
     from vllm_crossspec.engine import cpu_products
 
     if cpu_products.choice() == "all":
-        cpu_products.use_everywhere()
+        cpu_products.use_lane_everywhere()
 
 
 def _register_models() -> None:

@@ -1,15 +1,8 @@
 """Building a drafter's model so that several can live beside one target."""
 
-import contextlib
-from collections.abc import Iterator
-
-import torch
 from torch import nn
-from vllm import _custom_ops as ops
 from vllm.compilation.backends import set_model_tag
 from vllm.config import VllmConfig, replace
-from vllm.model_executor.layers import utils as layers
-from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.utils import get_draft_load_config
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import (
@@ -18,46 +11,6 @@ from vllm.v1.worker.gpu.spec_decode.eagle.utils import (
     maybe_share_target_embed,
 )
 from vllm.v1.worker.gpu.spec_decode.utils import get_pp_safe_draft_load_config
-
-FAST_ROWS = 4
-"""Rows from which oneDNN multiplies bfloat16 at the speed of memory; for one row it takes as long as for forty."""
-
-
-@contextlib.contextmanager
-def products_in(dtype: str | None) -> Iterator[None]:
-    """Have float32 layers that a CPU loads meanwhile multiply in bfloat16; their inputs and outputs stay float32.
-
-    Half the bytes of weights, which is what a drafter's pass costs: drafts may change, and no text does. Embeddings and
-    output layers stay as they are, so that near candidates are not rounded to one score.
-
-    Args:
-        dtype: "bfloat16"; None changes nothing.
-    """
-    native = layers.dispatch_cpu_unquantized_gemm
-
-    def dispatch(layer: nn.Module, remove_weight: bool) -> None:
-        weight = layer.weight
-        if isinstance(layer, VocabParallelEmbedding) or weight.ndim != 2 or weight.dtype != torch.float32:
-            native(layer, remove_weight=remove_weight)
-            return
-        handler = ops.create_onednn_mm(weight.to(torch.bfloat16).t())
-
-        def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-            rows = x.shape[0]
-            narrow = nn.functional.pad(x, (0, 0, 0, max(FAST_ROWS - rows, 0))).to(torch.bfloat16)
-            out = ops.onednn_mm(handler, narrow, None)[:rows].float()
-            return out if bias is None else out + bias
-
-        layer.cpu_linear = linear
-        if remove_weight:
-            layer.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)
-
-    if dtype is not None:
-        layers.dispatch_cpu_unquantized_gemm = dispatch
-    try:
-        yield
-    finally:
-        layers.dispatch_cpu_unquantized_gemm = native
 
 
 def load_drafter(target_model: nn.Module, vllm_config: VllmConfig, name: str, tag: str) -> nn.Module:

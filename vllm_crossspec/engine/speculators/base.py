@@ -14,6 +14,7 @@ from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm_crossspec.catchup.kernels import locate
 from vllm_crossspec.config import settings_of
 from vllm_crossspec.drafters.base import drafter_kind
+from vllm_crossspec.engine.cpu_products import products_in
 from vllm_crossspec.engine.draft_settings import draft_settings
 from vllm_crossspec.engine.draft_state import DraftState
 from vllm_crossspec.engine.proposers.base import Proposer
@@ -22,7 +23,6 @@ from vllm_crossspec.engine.speculators.kept import KeptDrafts
 from vllm_crossspec.engine.vllm_api.propose import step_inputs
 from vllm_crossspec.engine.vllm_api.speculative import drafter_configs
 from vllm_crossspec.engine.vllm_api.stand_in import StandInSpeculator
-from vllm_crossspec.engine.weights import products_in
 from vllm_crossspec.metrics.counters import AcceptanceCounters
 from vllm_crossspec.metrics.export import start_worker_export
 from vllm_crossspec.types import NO_DRAFTS, Candidates, StepInputs
