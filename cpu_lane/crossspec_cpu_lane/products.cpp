@@ -4,8 +4,8 @@
 // each column. So every thread reads one stream, once, and asks for it far ahead. A tile's sums of all rows stay in
 // registers, and what a slab reads of x in the first-level cache.
 //
-// `attend`: rows of a draft tree over the paged cache, whose blocks have keys by dimension and values by token, so that
-// both products read whole vectors in place.
+// `attend`, `attend_level`: rows of a draft tree over the paged cache, whose blocks have keys by dimension and values by
+// token, so that both products read whole vectors in place. `top`: what a tree's next level is chosen from.
 //
 // Every sum adds its products in one order, whatever the number of rows and threads is: a row's results are the same
 // bits in any batch.
@@ -18,6 +18,7 @@
 #include <cmath>
 #include <cstring>
 #include <optional>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -187,7 +188,15 @@ vector exponential(vector x) {
     return x < least ? vector{} : sum * reinterpret_cast<const vector &>(power);
 }
 
-// Rows of one request over its first keys, grouped-query attention: see `attend` below.
+// Keys that lie beside each other, and their values.
+struct Span {
+    const float *keys;    // [head_size, size], two dimensions `pitch` apart, readable in whole vectors
+    const float *values;  // [size, head_size], two keys `value_pitch` apart
+    long start, size, pitch, value_pitch;
+};
+
+// Rows of one request over its first keys, grouped-query attention: see `attend` below. The last `tail` keys may lie in
+// the scratch of a drafter's trees, and those before them in the paged cache.
 struct Attention {
     const float *query, *cache, *hidden;
     const int *blocks;
@@ -195,15 +204,24 @@ struct Attention {
     long rows, group, kv_heads, head_size, block_size, num_keys, num_hidden;
     long query_row, query_head, cache_block, cache_head, hidden_row, output_row, output_head;
     float scale;
+    const float *scratch = nullptr;  // [tail, 2, kv_heads, head_size]
+    long tail = 0;
 
     // All rows of the query heads of one KV head, so many at a time that a tile's sums fit in the registers.
     void attend(long head) const {
-        const long all = rows * group, parts = (all + most_rows - 1) / most_rows;
-        for (long part = 0; part < parts; part++) attend(head, all * part / parts, all * (part + 1) / parts);
+        static thread_local std::vector<vector> room;
+        const long pitch = whole(tail), all = rows * group, parts = (all + most_rows - 1) / most_rows;
+        room.resize(std::max<std::size_t>(room.size(), head_size * pitch / lanes));
+        float *turned = reinterpret_cast<float *>(room.data());
+        for (long key = 0; key < tail; key++) {
+            const float *from = scratch + (2 * key * kv_heads + head) * head_size;
+            for (long d = 0; d < head_size; d++) turned[d * pitch + key] = from[d];
+        }
+        for (long part = 0; part < parts; part++) attend(head, turned, all * part / parts, all * (part + 1) / parts);
     }
 
-    void attend(long head, long first, long last) const {
-        const long count = last - first, pitch = padded() + lanes;  // else all rows of many keys lie in one cache set
+    void attend(long head, const float *tail_keys, long first, long last) const {
+        const long count = last - first, pitch = whole(num_keys) + lanes;  // else rows of many keys lie in one cache set
         static thread_local std::vector<float> room;
         room.resize(std::max<std::size_t>(room.size(), count * (2 * (head_size + pitch) + lanes)));
         float *turned = room.data(), *sums = turned + count * head_size, *shares = sums + count * head_size;
@@ -213,10 +231,11 @@ struct Attention {
             const float *from = query + row * query_row + own * query_head;
             for (long d = 0; d < head_size; d++) turned[d * count + index] = from[d] * scale;
         }
-        each_block(head, [&](const float *block, long start, long size) {
-            for (long key = 0; key < size; key += lanes) {
-                float *to = logits + start + key;
-                adds_one(count)({turned, block + key, zeros, to, head_size, pitch, lanes, block, 0, block_size});
+        each_span(head, tail_keys, [&](const Span &span) {
+            for (long key = 0; key < span.size; key += lanes) {
+                const float *keys = span.keys + key;
+                float *to = logits + span.start + key;
+                adds_one(count)({turned, keys, zeros, to, head_size, pitch, lanes, keys, 0, span.pitch});
             }
         });
         float factors[most_rows];
@@ -226,11 +245,12 @@ struct Attention {
         }
         for (long key = 0; key < num_keys; key++)
             for (long index = 0; index < count; index++) shares[key * count + index] = logits[index * pitch + key];
-        each_block(head, [&](const float *block, long start, long size) {
-            const float *values = block + block_size * head_size, *x = shares + start * count;
-            const float *begin = start ? nullptr : zeros;
-            for (long d = 0; d < head_size; d += lanes)
-                adds_one(count)({x, values + d, begin, sums + d, size, head_size, lanes, values, 0, head_size});
+        each_span(head, tail_keys, [&](const Span &span) {
+            const float *x = shares + span.start * count, *begin = span.start ? nullptr : zeros;
+            for (long d = 0; d < head_size; d += lanes) {
+                const float *values = span.values + d;
+                adds_one(count)({x, values, begin, sums + d, span.size, head_size, lanes, values, 0, span.value_pitch});
+            }
         });
         for (long index = 0; index < count; index++) {
             const long row = (first + index) % rows, own = head * group + (first + index) / rows;
@@ -240,41 +260,75 @@ struct Attention {
     }
 
     template <typename Function>
-    void each_block(long head, Function function) const {
-        for (long start = 0; start < num_keys; start += block_size)
-            function(cache + blocks[start / block_size] * cache_block + head * cache_head, start,
-                     std::min(block_size, num_keys - start));
+    void each_span(long head, const float *tail_keys, Function function) const {
+        const long paged = num_keys - tail;
+        for (long start = 0; start < paged; start += block_size) {
+            const float *block = cache + blocks[start / block_size] * cache_block + head * cache_head;
+            const long size = std::min(block_size, paged - start);
+            function(Span{block, block + block_size * head_size, start, size, block_size, head_size});
+        }
+        const long width = kv_heads * head_size;
+        if (tail) function(Span{tail_keys, scratch + width + head * head_size, paged, tail, whole(tail), 2 * width});
     }
 
-    long padded() const { return (num_keys + lanes - 1) / lanes * lanes; }
+    static long whole(long size) { return (size + lanes - 1) / lanes * lanes; }
 
     // Put the shares of a row's keys in the logits' place, not yet divided by their sum; returns what to multiply with.
     float share(float *logits, const float *hidden) const {
+        const long padded = whole(num_keys);
         for (long key = 0; key < num_hidden; key++) logits[num_keys - num_hidden + key] += hidden[key];
-        std::fill(logits + num_keys, logits + padded(), -INFINITY);
-        vector most = vector{} - INFINITY, sums = {};
-        for (long key = 0; key < padded(); key += lanes) {
-            const vector some = reinterpret_cast<const unaligned &>(logits[key]);
-            most = some > most ? some : most;
-        }
-        float greatest = -INFINITY, sum = 0;
-        for (long lane = 0; lane < lanes; lane++) greatest = std::max(greatest, most[lane]);
+        std::fill(logits + num_keys, logits + padded, -INFINITY);
+        const float greatest = greatest_of(logits, padded);
         const bool sees_nothing = greatest == -INFINITY;  // in vLLM's dummy runs
-        for (long key = 0; key < padded(); key += lanes) {
+        vector sums = {};
+        for (long key = 0; key < padded; key += lanes) {
             unaligned &some = reinterpret_cast<unaligned &>(logits[key]);
             some = sees_nothing ? vector{} : exponential(some - greatest);
             sums += some;
         }
-        if (sees_nothing) return 0;
-        for (long lane = 0; lane < lanes; lane++) sum += sums[lane];
-        return 1 / sum;
+        return sees_nothing ? 0 : 1 / total(sums);
     }
 
+    static float greatest_of(const float *logits, long size) {
+        vector most = vector{} - INFINITY;
+        for (long key = 0; key < size; key += lanes) {
+            const vector some = reinterpret_cast<const unaligned &>(logits[key]);
+            most = some > most ? some : most;
+        }
+        float greatest = -INFINITY;
+        for (long lane = 0; lane < lanes; lane++) greatest = std::max(greatest, most[lane]);
+        return greatest;
+    }
+
+    static float total(vector sums) {
+        float sum = 0;
+        for (long lane = 0; lane < lanes; lane++) sum += sums[lane];
+        return sum;
+    }
+};
+
+// Requests of a batch, in threads by their KV heads.
+struct Attentions {
+    const std::vector<Attention> &requests;
+
     static void work(void *argument) {
-        const Attention &own = *static_cast<const Attention *>(argument);
-        const long thread = omp_get_thread_num(), threads = omp_get_num_threads();
-        for (long head = own.kv_heads * thread / threads; head < own.kv_heads * (thread + 1) / threads; head++)
-            own.attend(head);
+        const auto &own = static_cast<const Attentions *>(argument)->requests;
+        const long thread = omp_get_thread_num(), threads = omp_get_num_threads(), heads = own[0].kv_heads;
+        const long all = own.size() * heads;
+        for (long item = all * thread / threads; item < all * (thread + 1) / threads; item++)
+            own[item / heads].attend(item % heads);
+    }
+
+    void run() const {
+        long products = 0;
+        for (const Attention &request : requests)
+            products += 2 * request.rows * request.group * request.kv_heads * request.num_keys * request.head_size;
+        if (products >= worth_threads) {
+            GOMP_parallel(work, const_cast<Attentions *>(this), 0, 0);
+        } else {
+            for (const Attention &request : requests)
+                for (long head = 0; head < request.kv_heads; head++) request.attend(head);
+        }
     }
 };
 
@@ -325,6 +379,27 @@ Tensor linear(Tensor x, Tensor packed, int64_t outputs, std::optional<Tensor> bi
     return y;
 }
 
+// What both kinds of attention have of their tensors; the rest is 0.
+Attention attention(const Tensor &query, const Tensor &kv_cache, double scale, const Tensor &output) {
+    return {
+        .query = static_cast<const float *>(query.data_ptr()),
+        .cache = static_cast<const float *>(kv_cache.data_ptr()),
+        .output = static_cast<float *>(output.data_ptr()),
+        .rows = query.size(0),
+        .group = query.size(1) / kv_cache.size(1),
+        .kv_heads = kv_cache.size(1),
+        .head_size = query.size(2),
+        .block_size = kv_cache.size(2),
+        .query_row = query.stride(0),
+        .query_head = query.stride(1),
+        .cache_block = kv_cache.stride(0),
+        .cache_head = kv_cache.stride(1),
+        .output_row = output.stride(0),
+        .output_head = output.stride(1),
+        .scale = static_cast<float>(scale),
+    };
+}
+
 // Softmax of query times keys, times values.
 //
 // query: [rows, heads, head_size], of whole vectors; kv_cache: [blocks, kv_heads, block_size, 2 * head_size] as vLLM's
@@ -333,33 +408,97 @@ Tensor linear(Tensor x, Tensor packed, int64_t outputs, std::optional<Tensor> bi
 void attend(
     Tensor query, Tensor kv_cache, Tensor blocks, int64_t num_keys, Tensor hidden, double scale, Tensor output
 ) {
-    Attention call = {
-        .query = static_cast<const float *>(query.data_ptr()),
-        .cache = static_cast<const float *>(kv_cache.data_ptr()),
-        .hidden = static_cast<const float *>(hidden.data_ptr()),
-        .blocks = static_cast<const int *>(blocks.data_ptr()),
-        .output = static_cast<float *>(output.data_ptr()),
-        .rows = query.size(0),
-        .group = query.size(1) / kv_cache.size(1),
-        .kv_heads = kv_cache.size(1),
-        .head_size = query.size(2),
-        .block_size = kv_cache.size(2),
-        .num_keys = num_keys,
-        .num_hidden = hidden.size(1),
-        .query_row = query.stride(0),
-        .query_head = query.stride(1),
-        .cache_block = kv_cache.stride(0),
-        .cache_head = kv_cache.stride(1),
-        .hidden_row = hidden.stride(0),
-        .output_row = output.stride(0),
-        .output_head = output.stride(1),
-        .scale = static_cast<float>(scale),
-    };
-    if (2 * call.rows * query.size(1) * num_keys * call.head_size >= worth_threads) {
-        GOMP_parallel(Attention::work, &call, 0, 0);
-    } else {
-        for (long head = 0; head < call.kv_heads; head++) call.attend(head);
+    Attention call = attention(query, kv_cache, scale, output);
+    call.blocks = static_cast<const int *>(blocks.data_ptr());
+    call.hidden = static_cast<const float *>(hidden.data_ptr());
+    call.num_hidden = hidden.size(1);
+    call.hidden_row = hidden.stride(0);
+    call.num_keys = num_keys;
+    Attentions{{call}}.run();
+}
+
+// One level of the trees of an autoregressive drafter: `rows` query rows of each request, which see its first
+// `seq_lens` tokens in the paged cache and, behind them, rows of its tree.
+//
+// query, output: [requests * rows or more, heads, head_size]; key, value: the level's, [.., kv_heads, head_size];
+// block_table: int32 [requests or more, blocks]; scratch: [requests or more, capacity, 2, kv_heads, head_size], of the
+// trees so far, into which the level is written: it ends with row `length`, and with `has_shared` its last row is row 0
+// in every level; masks: int32 [requests * rows or more, words], which rows of the scratch each query row sees.
+void attend_level(
+    Tensor query, Tensor key, Tensor value, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor scratch,
+    Tensor masks, int64_t requests, int64_t rows, int64_t length, bool has_shared, double scale, Tensor output
+) {
+    const long capacity = scratch.size(1), width = scratch.size(3) * scratch.size(4), words = masks.size(1);
+    const int *lengths = static_cast<const int *>(seq_lens.data_ptr());
+    const int *bits = static_cast<const int *>(masks.data_ptr());
+    const long seen = std::min<long>({length, capacity, 32 * words});
+    std::vector<float> hidden(requests * rows * seen);
+    std::vector<Attention> calls(requests, attention(query, kv_cache, scale, output));
+    for (long request = 0; request < requests; request++) {
+        float *own = static_cast<float *>(scratch.data_ptr()) + request * scratch.stride(0);
+        for (long place = 0; place < rows; place++) {
+            const long index = request * rows + place, to = length - rows + place + has_shared;
+            const long row = has_shared && place == rows - 1 ? 0 : to;
+            for (const auto &[from, half] : {std::pair{&key, 0}, std::pair{&value, 1}}) {
+                const float *start = static_cast<const float *>(from->data_ptr()) + index * from->stride(0);
+                for (long head = 0; head < scratch.size(3) && row < capacity; head++)
+                    std::memcpy(own + (2 * row + half) * width + head * scratch.size(4),
+                                start + head * from->stride(1), 4 * scratch.size(4));
+            }
+            for (long column = 0; column < seen; column++)
+                hidden[index * seen + column] = bits[index * words + column / 32] >> column % 32 & 1 ? 0 : -INFINITY;
+        }
+        Attention &call = calls[request];
+        call.rows = rows;
+        call.query += request * rows * call.query_row;
+        call.output += request * rows * call.output_row;
+        call.blocks = static_cast<const int *>(block_table.data_ptr()) + request * block_table.stride(0);
+        call.hidden = hidden.data() + request * rows * seen;
+        call.num_hidden = call.hidden_row = call.tail = seen;
+        call.num_keys = lengths[request] + seen;
+        call.scratch = own;
     }
+    if (requests) Attentions{calls}.run();
+}
+
+// The `k` largest of each row of logits [rows, vocabulary], falling, the first of equals first, as log-probabilities
+// of the row's softmax, and where they are: int64.
+std::tuple<Tensor, Tensor> top(Tensor logits, int64_t k) {
+    if (!logits.is_contiguous()) logits = torch::stable::contiguous(logits);
+    const long rows = logits.size(0), size = logits.size(1), even = size / lanes * lanes;
+    Tensor values = torch::stable::new_empty(logits, {rows, k});
+    Tensor places = torch::stable::new_empty(logits, {rows, k}, torch::headeronly::ScalarType::Long);
+    for (long row = 0; row < rows; row++) {
+        const float *from = static_cast<const float *>(logits.data_ptr()) + row * size;
+        float *best = static_cast<float *>(values.data_ptr()) + row * k;
+        int64_t *at = static_cast<int64_t *>(places.data_ptr()) + row * k;
+        long found = 0;
+        const auto take = [&](long place) {
+            if (found == k && !(from[place] > best[k - 1])) return;
+            long rank = found < k ? found++ : k - 1;
+            for (; rank > 0 && from[place] > best[rank - 1]; rank--)
+                best[rank] = best[rank - 1], at[rank] = at[rank - 1];
+            best[rank] = from[place], at[rank] = place;
+        };
+        for (long place = 0; place < even; place += lanes) {
+            if (found == k) {
+                const ints above = reinterpret_cast<const unaligned &>(from[place]) > vector{} + best[k - 1];
+                int any = 0;
+                UNROLL for (int lane = 0; lane < lanes; lane++) any |= above[lane];
+                if (!any) continue;
+            }
+            for (long lane = 0; lane < lanes; lane++) take(place + lane);
+        }
+        for (long place = even; place < size; place++) take(place);
+        vector sums = {};
+        for (long place = 0; place < even; place += lanes)
+            sums += exponential(reinterpret_cast<const unaligned &>(from[place]) - best[0]);
+        float sum = Attention::total(sums);
+        for (long place = even; place < size; place++) sum += std::exp(from[place] - best[0]);
+        const float whole = best[0] + std::log(sum);
+        for (long rank = 0; rank < k; rank++) best[rank] -= whole;
+    }
+    return {values, places};
 }
 
 }  // namespace
@@ -371,10 +510,18 @@ STABLE_TORCH_LIBRARY(crossspec_cpu_lane, m) {
         "attend(Tensor query, Tensor kv_cache, Tensor blocks, int num_keys, Tensor hidden, float scale, "
         "Tensor(a!) output) -> ()"
     );
+    m.def(
+        "attend_level(Tensor query, Tensor key, Tensor value, Tensor kv_cache, Tensor block_table, Tensor seq_lens, "
+        "Tensor(a!) scratch, Tensor masks, int requests, int rows, int length, bool has_shared, float scale, "
+        "Tensor(b!) output) -> ()"
+    );
+    m.def("top(Tensor logits, int k) -> (Tensor, Tensor)");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(crossspec_cpu_lane, CPU, m) {
     m.impl("pack", TORCH_BOX(&pack));
     m.impl("linear", TORCH_BOX(&linear));
     m.impl("attend", TORCH_BOX(&attend));
+    m.impl("attend_level", TORCH_BOX(&attend_level));
+    m.impl("top", TORCH_BOX(&top));
 }

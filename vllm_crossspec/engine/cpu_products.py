@@ -44,11 +44,8 @@ def choice() -> str:
 
 @cache
 def lane_ops() -> Any | None:
-    """``torch.ops.crossspec_cpu_lane``; None where the user wants none, or it would not be faster, or cannot be had.
-
-    It is faster with AVX-512. Built for AVX2 it lost from 24 rows on, and vectors of 16 bytes are far too narrow.
-    """
-    if choice() == "0" or torch.backends.cpu.get_cpu_capability() != "AVX512":
+    """``torch.ops.crossspec_cpu_lane``; None where the user wants none or it cannot be had."""
+    if choice() == "0":
         return None
     try:
         from crossspec_cpu_lane import products
@@ -62,15 +59,20 @@ def lane_ops() -> Any | None:
     return torch.ops.crossspec_cpu_lane
 
 
+def lane_multiplies() -> bool:
+    """Whether linear layers are faster in the lane: with AVX-512; built for AVX2 it lost from 24 rows on."""
+    return torch.backends.cpu.get_cpu_capability() == "AVX512" and lane_ops() is not None
+
+
 def use_lane_everywhere() -> None:
     """Have every engine that this process starts load its layers for the lane."""
-    if lane_ops() is not None:
+    if lane_multiplies():
         layers.dispatch_cpu_unquantized_gemm = _lane(layers.dispatch_cpu_unquantized_gemm)
 
 
 def lane_products(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Have float32 layers that are loaded meanwhile packed for the lane."""
-    wanted = device.type == "cpu" and choice() != "all" and lane_ops() is not None
+    wanted = device.type == "cpu" and choice() != "all" and lane_multiplies()
     return _loading(_lane) if wanted else contextlib.nullcontext()
 
 

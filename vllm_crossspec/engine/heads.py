@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from vllm_crossspec.engine.cpu_products import lane_ops
 from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.noise import add_candidate_noise, add_target_noise
 from vllm_crossspec.heads.flashhead.check import check_fingerprint, head_assets
@@ -98,7 +99,11 @@ class DenseHead(DraftHead):
     def candidates(self, hidden: torch.Tensor, keys: NoiseKeys | None, k: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See the base class."""
         logits = ranked_logits(self.logits(hidden), keys, self.offsets)
-        top, ids = logits.topk(min(k, logits.shape[-1]), dim=-1)
+        k = min(k, logits.shape[-1])
+        if logits.device.type == "cpu" and logits.dtype == torch.float32 and (lane := lane_ops()):
+            log_probs, ids = lane.top(logits, k)
+            return log_probs, self.to_target(ids)
+        top, ids = logits.topk(k, dim=-1)
         return top.float() - logits.float().logsumexp(dim=-1, keepdim=True), self.to_target(ids)
 
 

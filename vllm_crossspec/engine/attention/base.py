@@ -61,7 +61,7 @@ class DraftTail(NamedTuple):
 
     Every request has ``queries_per_req`` query rows and its whole paged cache (the metadata's ``seq_lens``) as dense
     part of all of them. The layer writes the level's keys and values into ``scratch``, as the last rows of the tail,
-    and nothing into the paged cache: the slots of these rows are to be padding (-1).
+    and nothing into the paged cache: its rows have no slots there.
 
     Attributes:
         scratch: [at least R, rows, 2, Hkv, Dh] keys (0) and values (1) of the tree's rows so far; one layer's own.

@@ -32,14 +32,8 @@ from vllm_crossspec.engine.attention.base import (
     tail_of_step,
     unsupported_feature,
 )
-from vllm_crossspec.engine.attention.copies import (
-    append_level,
-    append_level_naive,
-    copy_tail,
-    hide,
-)
+from vllm_crossspec.engine.attention.scratch import write_level_naive
 from vllm_crossspec.engine.cpu_products import lane_ops
-from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.verify.naive import unpack_bits
 from vllm_crossspec.verify.tail_attention import soft_words
 
@@ -132,36 +126,16 @@ class _Rows(NamedTuple):
 
 
 @dataclass
-class _Prefixes:
-    """What the levels of a drafter's trees read in one layer.
-
-    Attributes:
-        requests: of the batch.
-        dense: float32 [R, Hkv, longest + rows of the scratch, 2 * Dh] keys and values of each request's tokens, and
-            behind them the rows of its tree so far.
-        num_rows: how many those are.
-    """
-
-    requests: list[_Request]
-    dense: torch.Tensor
-    num_rows: int = 0
-
-
-@dataclass
 class _Reused:
-    """What does not change between the target's layers of a step, or the levels of a drafter's trees.
-
-    ``dataclasses.replace`` carries it from one level's metadata to the next one's.
+    """What does not change between the target's layers of a step.
 
     Attributes:
-        rows: of the target's layers, by the number of their soft prompts.
-        schedules: of vLLM's kernel for the target's layers, by the number of their heads.
-        prefixes: of each drafter's layer, by the layer's implementation.
+        rows: of the layers, by the number of their soft prompts.
+        schedules: of vLLM's kernel, by the number of the layers' heads.
     """
 
     rows: dict[int, _Rows] = field(default_factory=dict)
     schedules: dict[int, torch.Tensor] = field(default_factory=dict)
-    prefixes: dict[int, _Prefixes] = field(default_factory=dict)
 
 
 @dataclass
@@ -177,7 +151,7 @@ class TreeCpuMetadata(AttentionMetadata):
         causal: for all requests, or int32 [R].
         target_tail: verification rows of the step; read by the target's layers.
         draft_tail: level of a drafter's trees; read by the drafter's layer.
-        reused: what the first layer or level leaves to the others.
+        reused: what the target's first layer leaves to the others.
     """
 
     num_actual_tokens: int
@@ -324,7 +298,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             reused[num_soft] = _rows_of(attn_metadata, tail, num_soft)
         if reused[num_soft].others:
             self._attend_all(query, kv_cache, attn_metadata, schedules, output)
-        lane = lane_ops() if query.dtype == kv_cache.dtype == torch.float32 else None
+        lane = _lane_for(query, kv_cache)
         for part in reused[num_soft].parts:
             if lane is not None and not part.sees_prompts:
                 mine, to = query[part.rows], output[part.rows]
@@ -396,36 +370,25 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
     ) -> None:
         tail = metadata.draft_tail
         assert tail is not None
-        num_rows = tail.num_reqs * tail.queries_per_req
-        key, value = key[:num_rows], value[:num_rows]
-        prefixes = metadata.reused.prefixes.get(id(self))
-        if prefixes is None:
-            prefixes = metadata.reused.prefixes[id(self)] = self._prefixes(kv_cache, metadata, tail)
-        dense, length = prefixes.dense, int(tail.length)
-        above = length - tail.queries_per_req + tail.has_shared
-        if prefixes.num_rows != above:
-            copy_tail(tail.scratch, above, dense, [request.length for request in prefixes.requests])
-        append = append_level if runs_kernels() else append_level_naive
-        hidden = append(key, value, tail, length, dense, metadata.seq_lens)
-        prefixes.num_rows = length
-        for request, content in zip(prefixes.requests, dense, strict=True):
-            mine = request.rows
-            keys, values = content[:, : request.length + length].split(self.head_size, dim=-1)
-            output[mine] = attend(query[mine], [(keys.transpose(1, 2), values)], hidden[mine], self.scale)
+        length, num_rows = int(tail.length), tail.queries_per_req
+        lane = _lane_for(query, kv_cache, tail.scratch)
+        if lane is not None:
+            table, lengths, reqs = metadata.block_table, metadata.seq_lens, tail.num_reqs
+            cached, tree = (kv_cache, table, lengths), (tail.scratch, tail.row_mask)
+            sizes = (reqs, num_rows, length, tail.has_shared)
+            lane.attend_level(query, key, value, *cached, *tree, *sizes, self.scale, output)
+            return
+        write_level_naive(key[: tail.num_reqs * num_rows], value[: tail.num_reqs * num_rows], tail)
+        hidden = hide(unpack_bits(tail.row_mask)[:, :length])
+        for request, scratch in zip(_requests(metadata)[: tail.num_reqs], tail.scratch, strict=False):
+            mine, (keys, values) = request.rows, scratch[:length].unbind(1)
+            spans = [*_spans(kv_cache, request, request.length), (keys.permute(1, 2, 0), values.transpose(0, 1))]
+            output[mine] = attend(query[mine], spans, hidden[mine], self.scale)
 
-    def _prefixes(self, kv_cache: torch.Tensor, metadata: TreeCpuMetadata, tail: DraftTail) -> _Prefixes:
-        """Of a batch whose trees have no rows yet."""
-        requests = _requests(metadata)[: tail.num_reqs]
-        _, num_heads, _, width = kv_cache.shape
-        longest = max(request.length for request in requests)
-        dense = torch.empty(len(requests), num_heads, longest + tail.scratch.shape[1], width)
-        for request, content in zip(requests, dense, strict=True):
-            into, start = content.split(self.head_size, dim=-1), 0
-            for keys, values in _spans(kv_cache, request, request.length):
-                stop = start + values.shape[1]
-                into[0][:, start:stop], into[1][:, start:stop] = keys.transpose(1, 2), values
-                start = stop
-        return _Prefixes(requests, dense)
+
+def _lane_for(*tensors: torch.Tensor) -> Any | None:
+    """The CPU lane's operations, where they are for these tensors."""
+    return lane_ops() if all(tensor.dtype == torch.float32 for tensor in tensors) else None
 
 
 def _as_vllm_takes_it(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -532,3 +495,8 @@ def attend(
         # A row that sees nothing (in vLLM's dummy runs) was divided by nothing.
         out.masked_fill_(hidden.isneginf().all(1)[:, None, None], 0.0)
     return out
+
+
+def hide(visible: torch.Tensor) -> torch.Tensor:
+    """What is added to logits, float32, of bools: 0 where a key is seen and -inf where it is not."""
+    return torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))

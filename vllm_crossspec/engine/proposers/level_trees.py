@@ -378,12 +378,12 @@ class LevelTrees(Proposer):
     def _level_context(
         self, num_rows: int, attn_metadata: dict[str, Any] | None, num_tokens_across_dp: torch.Tensor | None
     ) -> AbstractContextManager[None]:
-        """What the drafter's layers look up in a level's pass: no cache slots, for they write to their scratch."""
+        """What the drafter's layers look up in a level's pass: no cache slots, for they write to their scratch.
+
+        A layer that has none does not launch vLLM's kernel that writes to the cache.
+        """
         self._prepare_eplb_forward(num_rows)
-        kv_slots = None
-        if attn_metadata is not None:
-            kv_slots = dict.fromkeys(self.draft_attn_layer_names, self.no_slots[0, :num_rows])
-        return run.forward_context(self, num_rows, attn_metadata, kv_slots, num_tokens_across_dp)
+        return run.forward_context(self, num_rows, attn_metadata, None, num_tokens_across_dp)
 
     def _attach_tails(
         self, attn_metadata: dict[str, Any] | None, level: int, num_reqs: int, masks: torch.Tensor
