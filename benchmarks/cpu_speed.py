@@ -28,9 +28,9 @@ BFLOAT16 = {"dtype": "bfloat16"}
 DFLASH = {"method": "dflash", "model": "{pocket}/dflash"}
 DRAFT_MODEL = {"method": "draft_model", "model": "{pocket}/draft-model"}
 CHAIN = {"tree": {"type": "chain"}}
-DYNAMIC = {"type": "dynamic", "depth": 7, "top_k": 3, "num_nodes": 8}
-DRAFT_MODEL_TREE = {"type": "dynamic", "depth": 7, "top_k": 3, "num_nodes": 10}
-BEST_FIRST = {"type": "best_first", "num_nodes": 8}
+DYNAMIC = {"type": "dynamic", "depth": 8, "top_k": 2, "num_nodes": 12}
+DRAFT_MODEL_TREE = {"type": "dynamic", "depth": 10, "top_k": 2, "num_nodes": 14}
+BEST_FIRST = {"type": "best_first", "num_nodes": 16}
 ARMS: dict[str, dict[str, Any]] = {
     "tree": {"type": "eagle3", "model": "{pocket}/eagle3", **BFLOAT16, "tree": DYNAMIC},
     "chain": {"of": "tree", "num_speculative_tokens": 4},
@@ -44,8 +44,8 @@ SPECS: dict[str, dict[str, Any]] = {
     "vllm-eagle3": {**EAGLE3, "num_speculative_tokens": 4},
     "eagle3": {**EAGLE3, **BFLOAT16, **CHAIN, "num_speculative_tokens": 4},
     "eagle3-tree": {**EAGLE3, **BFLOAT16, "tree": DYNAMIC},
-    "vllm-draft-model": {**DRAFT_MODEL, "num_speculative_tokens": 5},
-    "draft-model": {**DRAFT_MODEL, **CHAIN, "num_speculative_tokens": 5},
+    "vllm-draft-model": {**DRAFT_MODEL, "num_speculative_tokens": 7},
+    "draft-model": {**DRAFT_MODEL, **CHAIN, "num_speculative_tokens": 7},
     "draft-model-tree": {**DRAFT_MODEL, "tree": DRAFT_MODEL_TREE},
     "vllm-dflash": {**DFLASH, "num_speculative_tokens": 7},
     "dflash": {**DFLASH, **BFLOAT16, **CHAIN, "num_speculative_tokens": 7},
@@ -55,13 +55,13 @@ SPECS: dict[str, dict[str, Any]] = {
         "model": "{pocket}/dart",
         "ngram": "{pocket}/ngram/store.safetensors",
         **BFLOAT16,
-        "tree": {"type": "continuity", "num_nodes": 8, "beam_width": 8, "top_k": 8},
+        "tree": {"type": "continuity", "num_nodes": 16, "beam_width": 8, "top_k": 8},
     },
     "confu": {"method": "confu", "model": "{pocket}/confu", **BFLOAT16, "num_speculative_tokens": 4},
     "flashhead": {
         "method": "flashhead",
         "model": "{pocket}/draft-model",
-        "num_speculative_tokens": 5,
+        "num_speculative_tokens": 7,
         "head": "{pocket}/flashhead-draft-model",
     },
     "heterospec": {**EAGLE3, **BFLOAT16, "tree": DYNAMIC, "adaptive": "{pocket}/heterospec-small/calibration.json"},

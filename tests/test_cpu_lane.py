@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
     reason="the CPU lane is installed on machines without a GPU and without triton-cpu only",
 )
 
-SET = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_CPU_KVCACHE_SPACE", "TRITON_CACHE_MANAGER", "GLIBC_TUNABLES")
+SET = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_CPU_KVCACHE_SPACE", "TRITON_CACHE_MANAGER", "GLIBC_TUNABLES", "VLLM_USE_AOT_COMPILE")
 READ = ("TRITON_INTERPRET", "TRITON_CPU_CHECK", "TRITON_CACHE_DIR", "CC")
 SHOW = f"import os; print(*(os.environ.get(name) for name in {('TRITON_INTERPRET', *SET)!r}))"
 KERNEL = """
@@ -78,7 +78,7 @@ def compiler(tmp_path):
 
 def test_importing_triton_chooses_the_v2_runner_a_small_cache_huge_pages_and_no_interpreter():
     assert python(f"import triton; {SHOW}").stdout.split() == [
-        "None", "1", "1", "crossspec_cpu_lane.cache:LaneCacheManager", "glibc.malloc.hugetlb=1",
+        "None", "1", "1", "crossspec_cpu_lane.cache:LaneCacheManager", "glibc.malloc.hugetlb=1", "0",
     ]  # fmt: skip
 
 

@@ -1,6 +1,7 @@
 """The CPU lane's products: right, the same bits in any batch, and taken where they should be."""
 
 from importlib import util
+from types import SimpleNamespace
 
 import engines
 import pytest
@@ -102,6 +103,82 @@ def test_a_row_that_sees_no_key_is_zero(ops):
     assert output[0].isfinite().all() and (output[1] == 0).all()
 
 
+@pytest.mark.parametrize("has_shared", [False, True])
+@pytest.mark.parametrize("heads, kv_heads, head_size", [(4, 2, 64), (16, 8, 64), (3, 3, 48), (8, 1, 16)])
+def test_a_level_of_a_drafters_trees_attends_as_in_torch(ops, heads, kv_heads, head_size, has_shared, monkeypatch):
+    """Noise for masks, which PyTorch's operations read alike; and each request by itself: the same bits."""
+    from vllm_crossspec.engine.attention import cpu
+    from vllm_crossspec.engine.attention.base import DraftTail
+
+    torch.manual_seed(0)
+    lengths, rows, capacity, length = [70, 1, 128, 33], 3 + has_shared, 41, 37
+    requests, width = len(lengths), (heads + 2 * kv_heads) * head_size
+    cache = torch.randn(20, kv_heads, 32, 2 * head_size)
+    table = torch.randperm(20)[: 5 * requests].view(requests, 5).int()
+    fused = torch.randn(requests * rows, width)
+    query, key, value = (
+        part.view(requests * rows, -1, head_size)
+        for part in fused.split([heads * head_size, kv_heads * head_size, kv_heads * head_size], dim=1)
+    )
+    masks = torch.randint(-(2**31), 2**31, (requests * rows, 2), dtype=torch.int32)
+    impl, layer = cpu.TreeCpuImpl(heads, head_size, 0.2, kv_heads), SimpleNamespace(is_draft_layer=True)
+    scratch = torch.randn(requests, capacity, 2, kv_heads, head_size)
+
+    def level(first, last):
+        mine, kept = slice(first * rows, last * rows), scratch[first:last].clone()
+        tail = DraftTail(kept, masks[mine], torch.tensor([length]), last - first, rows, has_shared)
+        bounds = torch.arange(0, last - first + 1, dtype=torch.int32) * rows
+        metadata = cpu.TreeCpuMetadata(
+            num_actual_tokens=int(bounds[-1]),
+            num_reqs=last - first,
+            max_query_len=rows,
+            max_seq_len=128,
+            query_start_loc=bounds,
+            seq_lens=torch.tensor(lengths[first:last], dtype=torch.int32),
+            block_table=table[first:last],
+            slot_mapping=torch.empty(0),
+            draft_tail=tail,
+        )
+        output = torch.full((len(query[mine]), heads, head_size), float("nan"))
+        return impl.forward(layer, query[mine], key[mine], value[mine], cache, metadata, output), kept
+
+    calls = []
+    lane = SimpleNamespace(attend_level=lambda *a: (calls.append(1), ops.attend_level(*a)))
+    monkeypatch.setattr(cpu, "lane_ops", lambda: lane)
+    output, kept = level(0, requests)
+    alone = [level(request, request + 1) for request in range(requests)]
+    assert len(calls) == 1 + requests
+    assert torch.equal(torch.cat([own for own, _ in alone]), output)
+    assert torch.equal(torch.cat([own for _, own in alone]), kept)
+    monkeypatch.setattr(cpu, "lane_ops", lambda: None)
+    wanted, wanted_kept = level(0, requests)
+    assert_close(output, wanted, rtol=1e-5, atol=2e-6)
+    assert torch.equal(kept, wanted_kept) and not torch.equal(kept, scratch)
+
+
+@pytest.mark.parametrize("rows, size, k", [(3, 4096, 3), (1, 5, 5), (7, 1003, 8), (2, 40, 1), (4, 151, 64)])
+def test_candidates_are_those_of_torch(ops, rows, size, k):
+    torch.manual_seed(0)
+    logits = 9 * torch.randn(rows, size)
+    logits[0, size // 2 :] = float("-inf") if size > 2 * k else 0.0
+    log_probs, ids = ops.top(logits, k)
+    assert_close(log_probs, logits.log_softmax(-1).topk(k).values, rtol=1e-6, atol=2e-6)
+    assert_close(logits.log_softmax(-1).gather(1, ids), log_probs, rtol=1e-6, atol=2e-6)
+    assert all(len(row.unique()) == k for row in ids)
+
+
+def test_the_first_of_equals_comes_first(ops):
+    logits = torch.zeros(2, 50)
+    logits[0, [45, 17, 18]] = 1.0
+    assert ops.top(logits, 4)[1].tolist() == [[17, 18, 45, 0], [0, 1, 2, 3]]
+    assert ops.top(logits.T.contiguous().T, 1)[1].tolist() == [[17], [0]]
+
+
+def test_a_row_without_probabilities(ops):
+    """NaN is for no one: trees count it as impossible."""
+    assert ops.top(torch.full((1, 20), float("-inf")), 2)[0].isnan().all()
+
+
 class Layer(nn.Module):
     def __init__(self, dtype=torch.float32):
         super().__init__()
@@ -175,11 +252,10 @@ def test_without_a_compiler_vllms_own_layers_stay(fast, monkeypatch):
         assert not calls_the_lane(Layer())
 
 
-def test_it_is_for_wide_vectors(fast, monkeypatch):
-    assert fast.lane_ops() is not None
-    fast.lane_ops.cache_clear()
+def test_linear_layers_are_for_wide_vectors(fast, monkeypatch):
+    assert fast.lane_multiplies()
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert fast.lane_ops() is None
+    assert not fast.lane_multiplies() and fast.lane_ops() is not None
 
 
 @pytest.mark.e2e
@@ -196,4 +272,4 @@ def test_an_engine_of_ours_runs_on_them_and_a_plain_one_does_not(fast):
     assert not used
     tokens, used = run(engines.tree("eagle3", engines.EAGLE3, num_nodes=12, depth=4))
     assert tokens == plain
-    assert used == {"crossspec_cpu_lane::linear", "crossspec_cpu_lane::attend"}
+    assert used == {f"crossspec_cpu_lane::{name}" for name in ("linear", "attend", "attend_level", "top")}

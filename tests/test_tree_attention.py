@@ -27,7 +27,7 @@ from two_passes import in_two_passes
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from vllm_crossspec.engine.attention import base, copies, scratch
+from vllm_crossspec.engine.attention import base, cpu, scratch
 from vllm_crossspec.engine.attention.base import DraftTail
 from vllm_crossspec.engine.attention.cpu import (
     TreeCpuBackend,
@@ -231,14 +231,16 @@ def test_a_drafters_layer_reads_its_lengths_in_every_pass():
     assert not torch.equal(first, second)
 
 
+@pytest.mark.parametrize("in_lane", [True, False], ids=["lane", "torch"])
 @pytest.mark.parametrize("has_shared", [False, True], ids=["own", "shared"])
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], SHAPES[3]], ids=str)
-def test_levels_of_a_draft_tree_equal_the_whole_tree(shape, has_shared, two_passes):
+def test_levels_of_a_draft_tree_equal_the_whole_tree(shape, has_shared, in_lane, two_passes, monkeypatch):
     """Three levels of different beams, each written once and read by those below it, against one masked softmax.
 
-    A shared entry is written anew by every level, before all nodes, and seen by all of them. The levels' metadata is
-    made one from another, as the proposer does, so that each reads what the first one gathered of the prefix.
+    A shared entry is written anew by every level, before all nodes, and seen by all of them.
     """
+    if not in_lane:
+        monkeypatch.setattr(cpu, "lane_ops", lambda: None)
     width, num_reqs, depth = 3, 3, 3
     rng = random.Random(12)
     batch = make_batch(shape, [Request(prefix, 1, None) for prefix in (40, 7, 95)], seed=13)
@@ -310,66 +312,6 @@ def test_kernel_that_writes_a_level_against_its_twin(length, head_size, has_shar
     assert written.tolist() == [expected_rows] * num_reqs and (filled[0][num_reqs:] == -7777).all()
     if has_shared:
         assert torch.equal(filled[0][:num_reqs, 0, 0], key[queries - 1 :: queries])
-
-
-def wide(shape, dtype, seed=0):
-    """Numbers of which bfloat16 keeps few: a conversion that rounds otherwise shows."""
-    make = torch.Generator().manual_seed(seed)
-    numbers = torch.randn(shape, generator=make) * torch.exp(9 * torch.randn(shape, generator=make))
-    # Triton's interpreter cuts off where it is to round, and so gets numbers that need neither.
-    return (numbers.bfloat16() if triton.knobs.runtime.interpret else numbers).to(dtype)
-
-
-@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.bfloat16)])
-@pytest.mark.parametrize("head_size", [1, 24, 64, 80])
-@pytest.mark.parametrize("has_shared", [False, True])
-@pytest.mark.parametrize("num_reqs", [1, 3])
-def test_kernel_that_appends_a_level_against_its_twin(num_reqs, has_shared, head_size, dtypes):
-    """Three levels, one after another, in a scratch and behind prefixes of different lengths; the masks are noise."""
-    queries, heads, capacity, num_words = 5 + has_shared, 2, 34, 2
-    prefix_lens = torch.tensor([9, 0, 14], dtype=torch.int32)[:num_reqs]
-    filled = []
-    for append in (copies.append_level, copies.append_level_naive):
-        rows = torch.full((num_reqs + 2, capacity, 2, heads, head_size), -7777.0, dtype=dtypes[1])
-        dense = torch.full((num_reqs, heads, 14 + capacity, 2 * head_size), torch.nan)
-        rows[:, :22] = wide((num_reqs + 2, 22, 2, heads, head_size), dtypes[1])  # levels above these
-        copies.copy_tail(rows, 22, dense, prefix_lens.tolist())
-        found = []
-        for level in range(3):
-            length = has_shared + 21 + 4 * level  # the first of them changes rows that are there
-            fused = wide((num_reqs * queries, 3 * heads, head_size), dtypes[0], seed=level)
-            make = torch.Generator().manual_seed(level)
-            masks = torch.randint(-(2**31), 2**31, (num_reqs * queries, num_words), generator=make, dtype=torch.int32)
-            held = torch.tensor([length], dtype=torch.int32)
-            tail = DraftTail(rows, masks, held, num_reqs, queries, has_shared)
-            found.append(append(fused[:, :heads], fused[:, 2 * heads :], tail, length, dense, prefix_lens))
-        filled.append((rows, dense, found))
-    (rows, dense, hidden), (rows_2, dense_2, hidden_2) = filled
-    assert torch.equal(rows, rows_2) and all(map(torch.equal, hidden, hidden_2))
-    assert [h.shape for h in hidden] == [(num_reqs * queries, has_shared + n) for n in (21, 25, 29)]
-    assert torch.equal(dense.nan_to_num(nan=-1), dense_2.nan_to_num(nan=-1))
-    assert dense.isnan().any() and (rows[:num_reqs, has_shared + 29 :] == -7777).all()
-
-
-def test_levels_that_do_not_follow_one_another():
-    """One metadata for a tree that is grown, then grown again from its first level, then from a later one."""
-    shape, width = SHAPES[0], 3
-    batch = make_batch(shape, [Request(40, 1, None), Request(7, 1, None)], seed=13)
-    rows, cache = torch.randn(2, 16, 2, shape.kv_heads, shape.head_size), as_on_a_cpu(batch.cache)
-    bounds = torch.tensor([0, width, 2 * width], dtype=torch.int32)
-    metadata, impl = metadata_of(batch, causal=False, query_start_loc=bounds), implementation(shape)
-    masks = torch.full((2 * width, 1), -1, dtype=torch.int32)
-    for length in (6, 9, 3, 6, 12):
-        keys, values = torch.randn(2, 2 * width, shape.kv_heads, shape.head_size)
-        query = torch.randn(2 * width, shape.heads, shape.head_size)
-        tail = DraftTail(rows, masks, torch.tensor([length], dtype=torch.int32), 2, width)
-        metadata = dataclasses.replace(metadata, draft_tail=tail)
-        out = impl.forward(DRAFTER, query, keys, values, cache, metadata, torch.full_like(query, torch.nan))
-        for request in range(2):
-            mine = slice(request * width, (request + 1) * width)
-            content = torch.cat([batch.dense[request], rows[request, :length]])
-            whole = masked_softmax(query[mine], content, torch.ones(width, len(content), dtype=torch.bool), SCALE)
-            torch.testing.assert_close(out[mine].double(), whole, atol=2e-6, rtol=0)
 
 
 # -- vLLM's own CPU attention -----------------------------------------------------------------------------------------
