@@ -41,12 +41,12 @@ ARMS: dict[str, dict[str, Any]] = {
 """What a router by goodput chooses from; alone, by policy `fixed`, each is a method of its own."""
 
 SPECS: dict[str, dict[str, Any]] = {
-    "vllm-eagle3": {**EAGLE3, "num_speculative_tokens": 4},
-    "eagle3": {**EAGLE3, **BFLOAT16, **CHAIN, "num_speculative_tokens": 4},
-    "eagle3-tree": {**EAGLE3, **BFLOAT16, "tree": DYNAMIC},
     "vllm-draft-model": {**DRAFT_MODEL, "num_speculative_tokens": 7},
     "draft-model": {**DRAFT_MODEL, **CHAIN, "num_speculative_tokens": 7},
     "draft-model-tree": {**DRAFT_MODEL, "tree": DRAFT_MODEL_TREE},
+    "vllm-eagle3": {**EAGLE3, "num_speculative_tokens": 4},
+    "eagle3": {**EAGLE3, **BFLOAT16, **CHAIN, "num_speculative_tokens": 4},
+    "eagle3-tree": {**EAGLE3, **BFLOAT16, "tree": DYNAMIC},
     "vllm-dflash": {**DFLASH, "num_speculative_tokens": 7},
     "dflash": {**DFLASH, **BFLOAT16, **CHAIN, "num_speculative_tokens": 7},
     "dflash-tree": {**DFLASH, **BFLOAT16, "num_speculative_tokens": 7, "tree": BEST_FIRST},
@@ -81,7 +81,7 @@ SPECS: dict[str, dict[str, Any]] = {
     },
 }
 """What is compared; a config without a key of ours is vLLM's own method."""
-METHODS = ["arm-plain", *(name for name in SPECS if not name.startswith("arm-"))]
+METHODS = [*(name for name in SPECS if not name.startswith("arm-")), "arm-plain"]
 CROSSSPEC = (sys.executable, "-m", "vllm_crossspec.cli.app")
 
 
