@@ -97,15 +97,14 @@ def write_models(shape: str, folder: Path) -> Path:
 def write_calibration_of_small_trees(models: Path, folder: Path) -> None:
     """HeteroSpec's table for trees of this file's size: of the pocket's text, and so of the inflated pair's."""
     own = models / "heterospec-small" / "calibration.json"
-    made = folder / "models" / "pocket-heterospec-small.json"
+    spec = json.dumps(located({**EAGLE3, "tree": DYNAMIC}, POCKET))
+    made = folder / "models" / f"pocket-heterospec-{DYNAMIC['depth']}-{DYNAMIC['top_k']}-{DYNAMIC['num_nodes']}.json"
     if not made.is_file():
-        spec = json.dumps(located({**EAGLE3, "tree": DYNAMIC}, POCKET))
         command = [*CROSSSPEC, "calibrate", "heterospec", "--spec", spec, "--max-tokens", "128", "--out", str(made)]
         subprocess.run(command, check=True)
-    if not own.is_file():
-        own.parent.mkdir()
-        target, drafter = (identify(str(models / name), str(models)) for name in ("target", "eagle3"))
-        write_calibration(own, replace(read_calibration(made, str(made)), target=target, drafter=drafter))
+    own.parent.mkdir(exist_ok=True)
+    target, drafter = (identify(str(models / name), str(models)) for name in ("target", "eagle3"))
+    write_calibration(own, replace(read_calibration(made, str(made)), target=target, drafter=drafter))
 
 
 def write_specs(models: Path, folder: Path, names: Sequence[str]) -> Iterator[Path]:

@@ -14,7 +14,9 @@ pytestmark = pytest.mark.skipif(
     reason="the CPU lane is installed on machines without a GPU and without triton-cpu only",
 )
 
-SET = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_CPU_KVCACHE_SPACE", "TRITON_CACHE_MANAGER", "GLIBC_TUNABLES", "VLLM_USE_AOT_COMPILE")
+SET = (
+    "VLLM_USE_V2_MODEL_RUNNER", "VLLM_CPU_KVCACHE_SPACE", "TRITON_CACHE_MANAGER", "GLIBC_TUNABLES", "VLLM_USE_AOT_COMPILE",
+)  # fmt: skip
 READ = ("TRITON_INTERPRET", "TRITON_CPU_CHECK", "TRITON_CACHE_DIR", "CC")
 SHOW = f"import os; print(*(os.environ.get(name) for name in {('TRITON_INTERPRET', *SET)!r}))"
 KERNEL = """

@@ -103,15 +103,21 @@ def test_a_row_that_sees_no_key_is_zero(ops):
     assert output[0].isfinite().all() and (output[1] == 0).all()
 
 
+@pytest.mark.parametrize("length", [37, 43], ids=["inside", "beyond"])
 @pytest.mark.parametrize("has_shared", [False, True])
 @pytest.mark.parametrize("heads, kv_heads, head_size", [(4, 2, 64), (16, 8, 64), (3, 3, 48), (8, 1, 16)])
-def test_a_level_of_a_drafters_trees_attends_as_in_torch(ops, heads, kv_heads, head_size, has_shared, monkeypatch):
-    """Noise for masks, which PyTorch's operations read alike; and each request by itself: the same bits."""
+def test_a_level_of_a_drafters_trees_attends_as_in_torch(
+    ops, heads, kv_heads, head_size, has_shared, length, monkeypatch
+):
+    """Noise for masks, which PyTorch's operations read alike; and each request by itself: the same bits.
+
+    Rows beyond the scratch, which only a tree's last level can have, are neither kept nor seen.
+    """
     from vllm_crossspec.engine.attention import cpu
     from vllm_crossspec.engine.attention.base import DraftTail
 
     torch.manual_seed(0)
-    lengths, rows, capacity, length = [70, 1, 128, 33], 3 + has_shared, 41, 37
+    lengths, rows, capacity = [70, 1, 128, 33], 3 + has_shared, 41
     requests, width = len(lengths), (heads + 2 * kv_heads) * head_size
     cache = torch.randn(20, kv_heads, 32, 2 * head_size)
     table = torch.randperm(20)[: 5 * requests].view(requests, 5).int()
@@ -247,7 +253,7 @@ def test_without_a_compiler_vllms_own_layers_stay(fast, monkeypatch):
     monkeypatch.setattr(products, "load", fail)
     monkeypatch.setattr(fast.logger, "warning", lambda sentence, *values: said.append(sentence % values))
     assert fast.lane_ops() is None
-    assert said == ["crossspec: layers keep vLLM's own products, slower for a round's rows: no C compiler"]
+    assert said == ["crossspec: vLLM's and PyTorch's own products stay, slower for a round's rows: no C compiler"]
     with fast.lane_products(torch.device("cpu")):
         assert not calls_the_lane(Layer())
 

@@ -4,8 +4,8 @@
 // each column. So every thread reads one stream, once, and asks for it far ahead. A tile's sums of all rows stay in
 // registers, and what a slab reads of x in the first-level cache.
 //
-// `attend`, `attend_level`: rows of a draft tree over the paged cache, whose blocks have keys by dimension and values by
-// token, so that both products read whole vectors in place. `top`: what a tree's next level is chosen from.
+// `attend`, `attend_level`: rows of a draft tree over the paged cache, whose blocks have keys by dimension and values
+// by token, so that both products read whole vectors in place. `top`: what a tree's next level is chosen from.
 //
 // Every sum adds its products in one order, whatever the number of rows and threads is: a row's results are the same
 // bits in any batch.
@@ -221,7 +221,8 @@ struct Attention {
     }
 
     void attend(long head, const float *tail_keys, long first, long last) const {
-        const long count = last - first, pitch = whole(num_keys) + lanes;  // else rows of many keys lie in one cache set
+        const long count = last - first;
+        const long pitch = whole(num_keys) + lanes;  // else rows of many keys lie in one cache set
         static thread_local std::vector<float> room;
         room.resize(std::max<std::size_t>(room.size(), count * (2 * (head_size + pitch) + lanes)));
         float *turned = room.data(), *sums = turned + count * head_size, *shares = sums + count * head_size;
@@ -441,7 +442,8 @@ void attend_level(
             const long row = has_shared && place == rows - 1 ? 0 : to;
             for (const auto &[from, half] : {std::pair{&key, 0}, std::pair{&value, 1}}) {
                 const float *start = static_cast<const float *>(from->data_ptr()) + index * from->stride(0);
-                for (long head = 0; head < scratch.size(3) && row < capacity; head++)
+                if (row < 0 || row >= capacity) continue;
+                for (long head = 0; head < scratch.size(3); head++)
                     std::memcpy(own + (2 * row + half) * width + head * scratch.size(4),
                                 start + head * from->stride(1), 4 * scratch.size(4));
             }

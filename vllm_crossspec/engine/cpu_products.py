@@ -54,14 +54,14 @@ def lane_ops() -> Any | None:
     except ImportError:
         return None
     except (RuntimeError, OSError) as problem:
-        logger.warning("crossspec: layers keep vLLM's own products, slower for a round's rows: %s", problem)
+        logger.warning("crossspec: vLLM's and PyTorch's own products stay, slower for a round's rows: %s", problem)
         return None
     return torch.ops.crossspec_cpu_lane
 
 
 def lane_multiplies() -> bool:
     """Whether linear layers are faster in the lane: with AVX-512; built for AVX2 it lost from 24 rows on."""
-    return torch.backends.cpu.get_cpu_capability() == "AVX512" and lane_ops() is not None
+    return lane_ops() is not None and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 def use_lane_everywhere() -> None:
@@ -72,7 +72,7 @@ def use_lane_everywhere() -> None:
 
 def lane_products(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Have float32 layers that are loaded meanwhile packed for the lane."""
-    wanted = device.type == "cpu" and choice() != "all" and lane_multiplies()
+    wanted = device.type == "cpu" and lane_multiplies() and choice() != "all"
     return _loading(_lane) if wanted else contextlib.nullcontext()
 
 

@@ -370,12 +370,12 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
     ) -> None:
         tail = metadata.draft_tail
         assert tail is not None
-        length, num_rows = int(tail.length), tail.queries_per_req
+        length, num_rows = min(int(tail.length), tail.scratch.shape[1]), tail.queries_per_req
         lane = _lane_for(query, kv_cache, tail.scratch)
         if lane is not None:
             table, lengths, reqs = metadata.block_table, metadata.seq_lens, tail.num_reqs
             cached, tree = (kv_cache, table, lengths), (tail.scratch, tail.row_mask)
-            sizes = (reqs, num_rows, length, tail.has_shared)
+            sizes = (reqs, num_rows, int(tail.length), tail.has_shared)
             lane.attend_level(query, key, value, *cached, *tree, *sizes, self.scale, output)
             return
         write_level_naive(key[: tail.num_reqs * num_rows], value[: tail.num_reqs * num_rows], tail)
