@@ -15,8 +15,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 SET = (
-    "VLLM_USE_V2_MODEL_RUNNER", "VLLM_CPU_KVCACHE_SPACE", "TRITON_CACHE_MANAGER", "GLIBC_TUNABLES", "VLLM_USE_AOT_COMPILE",
-)  # fmt: skip
+    "VLLM_USE_V2_MODEL_RUNNER",
+    "VLLM_CPU_KVCACHE_SPACE",
+    "TRITON_CACHE_MANAGER",
+    "GLIBC_TUNABLES",
+    "VLLM_USE_AOT_COMPILE",
+)
 READ = ("TRITON_INTERPRET", "TRITON_CPU_CHECK", "TRITON_CACHE_DIR", "CC")
 SHOW = f"import os; print(*(os.environ.get(name) for name in {('TRITON_INTERPRET', *SET)!r}))"
 KERNEL = """

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import triton
 from attention_batches import (
     BLOCK_SIZE,
     Batch,
