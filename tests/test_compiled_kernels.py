@@ -77,9 +77,6 @@ CASES = {
     "test_counters.test_kernel_equals_naive": [(2, 7, 5, 3, 2)],
     "test_counters.test_what_counts_and_what_does_not": [()],
     "test_tree_attention.test_kernel_that_writes_a_level_against_its_twin": [(8, 24, True), (13, 64, False)],
-    "test_tree_attention.test_kernel_that_appends_a_level_against_its_twin": [
-        (3, True, 24, (torch.float32, torch.bfloat16)), (1, False, 64, (torch.float32, torch.float32)),
-    ],
     "test_tail_attention.test_tail_completes_the_softmax": [
         (7, 80, 2, 16, torch.float32, 0), (7, 128, 8, 7, torch.bfloat16, 1),
     ],
