@@ -54,11 +54,13 @@ typedef float unaligned __attribute__((vector_size(4 * lanes), aligned(4)));
 #endif
 
 struct Slab {
-    const float *x;     // [columns, rows]
-    const float *w;     // [tiles, columns, lanes], two columns `between` apart
-    const float *bias;  // of the tiles, with the first slab; else none
-    float *y;           // the first row's sums; the others' are `stride` apart
-    long columns, stride, width;
+    const float *x;  // [columns, rows]
+    const float *w;  // [tiles, columns, lanes], two columns `between` apart
+    const float *from;  // what is added to,
+    float *to;          // and where it goes
+    long columns;
+    long from_row, to_row;    // two rows' distance there,
+    long from_tile, to_tile;  // and two tiles'
     const float *ahead;  // what is read next,
     long step;           // and how much of it to ask for with every column
     long between = lanes;
@@ -67,19 +69,12 @@ struct Slab {
 // Add one slab to the sums of a few tiles.
 template <int rows, int tiles>
 void add_slab(const Slab &slab) {
-    const long columns = slab.columns, stride = slab.stride, step = slab.step, between = slab.between;
-    const bool is_whole = slab.width == tiles * lanes;
+    const long columns = slab.columns, step = slab.step, between = slab.between;
     const float *x = slab.x, *w = slab.w, *ahead = slab.ahead;
     vector sums[tiles][rows];
-    UNROLL for (int tile = 0; tile < tiles; tile++) UNROLL for (int row = 0; row < rows; row++) {
-        const float *from = (slab.bias ? slab.bias : slab.y + row * stride) + tile * lanes;
-        if (is_whole) {
-            sums[tile][row] = *reinterpret_cast<const unaligned *>(from);
-        } else {
-            sums[tile][row] = vector{};
-            std::memcpy(&sums[tile][row], from, 4 * slab.width);
-        }
-    }
+    UNROLL for (int tile = 0; tile < tiles; tile++) UNROLL for (int row = 0; row < rows; row++)
+        sums[tile][row] =
+            *reinterpret_cast<const unaligned *>(slab.from + tile * slab.from_tile + row * slab.from_row);
     for (long column = 0; column < columns; column++, x += rows, w += between, ahead += step) {
         __builtin_prefetch(ahead, 0, 2);
         if (tiles == 1) __builtin_prefetch(w + ahead_by, 0, 3);
@@ -90,13 +85,8 @@ void add_slab(const Slab &slab) {
         UNROLL for (int row = 0; row < rows; row++)
             UNROLL for (int tile = 0; tile < tiles; tile++) sums[tile][row] += x[row] * weights[tile];
     }
-    UNROLL for (int tile = 0; tile < tiles; tile++) UNROLL for (int row = 0; row < rows; row++) {
-        float *to = slab.y + row * stride + tile * lanes;
-        if (is_whole)
-            *reinterpret_cast<unaligned *>(to) = sums[tile][row];
-        else
-            std::memcpy(to, &sums[tile][row], 4 * slab.width);
-    }
+    UNROLL for (int tile = 0; tile < tiles; tile++) UNROLL for (int row = 0; row < rows; row++)
+        *reinterpret_cast<unaligned *>(slab.to + tile * slab.to_tile + row * slab.to_row) = sums[tile][row];
 }
 
 using AddSlab = void (*)(const Slab &);
@@ -108,11 +98,13 @@ AddSlab by_rows(std::size_t rows, std::index_sequence<index...>) {
 AddSlab adds_one(long rows) { return by_rows<1>(rows, std::make_index_sequence<most_rows>()); }
 AddSlab adds_two(long rows) { return by_rows<2>(rows, std::make_index_sequence<most_rows / 2>()); }
 
-constexpr float zeros[2 * lanes] = {};
+constexpr float zeros[lanes] = {};
 
 struct Product {
     const float *x, *packed, *bias;
-    float *y, *turned;
+    float *y;
+    float *turned;  // x, a block's rows beside each other
+    float *sums;    // [tiles, m, lanes]
     long m, n, k;
     long blocks;  // of rows, nearly of one size: one where a tile's sums fit in the registers, else for two tiles
 
@@ -141,21 +133,28 @@ struct Product {
         }
     }
 
-    // One slab, some blocks of rows, two tiles at a time where there are several blocks, which load x less often.
+    // One slab, some blocks of rows, two tiles at a time where there are several blocks, which load x less often. Sums
+    // go to y with the last slab alone: its rows are powers of two apart, which keeps few of them in a cache.
     void add(long begin, long columns, long first_block, long last_block, long from, long to) const {
+        const bool is_last = begin + columns == k;
         for (long tile = from, at_once; tile < to; tile += at_once) {
             const long output = tile * lanes, left = n - output;
             at_once = blocks > 1 && to - tile > 1 && left >= 2 * lanes ? 2 : 1;
             const long size = at_once * lanes, step = size / (last_block - first_block);
             const float *w = packed + begin * tiles() * lanes + output * columns;
+            float some[2 * lanes] = {};
+            if (bias) std::copy_n(bias + output, std::min(left, size), some);
             for (long block = first_block; block < last_block; block++) {
                 const long first = first_row(block), count = rows(block);
-                Slab slab = {turned + first * k + begin * count, w, nullptr, y + first * n + output, columns, n};
-                slab.bias = begin ? nullptr : bias ? bias + output : zeros;
-                slab.width = std::min(left, size);
+                float *own = sums + (tile * m + first) * lanes, *out = y + first * n + output;
+                Slab slab = {turned + first * k + begin * count, w, own, own, columns, lanes, lanes, m * lanes, m * lanes};
+                if (!begin) slab.from = some, slab.from_row = 0, slab.from_tile = lanes;
+                if (is_last && left >= size) slab.to = out, slab.to_row = n, slab.to_tile = lanes;
                 slab.ahead = w + (blocks > 1 ? size * columns + (block - first_block) * step * columns : far_ahead);
                 slab.step = step;
                 (at_once == 2 ? adds_two(count) : adds_one(count))(slab);
+                if (is_last && left < size)
+                    for (long row = 0; row < count; row++) std::copy_n(own + row * lanes, left, out + row * n);
             }
         }
     }
@@ -236,7 +235,7 @@ struct Attention {
             for (long key = 0; key < span.size; key += lanes) {
                 const float *keys = span.keys + key;
                 float *to = logits + span.start + key;
-                adds_one(count)({turned, keys, zeros, to, head_size, pitch, lanes, keys, 0, span.pitch});
+                adds_one(count)({turned, keys, zeros, to, head_size, 0, pitch, 0, 0, keys, 0, span.pitch});
             }
         });
         float factors[most_rows];
@@ -247,10 +246,13 @@ struct Attention {
         for (long key = 0; key < num_keys; key++)
             for (long index = 0; index < count; index++) shares[key * count + index] = logits[index * pitch + key];
         each_span(head, tail_keys, [&](const Span &span) {
-            const float *x = shares + span.start * count, *begin = span.start ? nullptr : zeros;
+            const float *x = shares + span.start * count;
             for (long d = 0; d < head_size; d += lanes) {
                 const float *values = span.values + d;
-                adds_one(count)({x, values, begin, sums + d, span.size, head_size, lanes, values, 0, span.value_pitch});
+                Slab slab = {x, values, sums + d, sums + d, span.size, head_size, head_size, 0, 0, values, 0};
+                slab.between = span.value_pitch;
+                if (!span.start) slab.from = zeros, slab.from_row = 0;
+                adds_one(count)(slab);
             }
         });
         for (long index = 0; index < count; index++) {
@@ -358,13 +360,15 @@ Tensor linear(Tensor x, Tensor packed, int64_t outputs, std::optional<Tensor> bi
     if (m == 0) return y;
     static thread_local std::vector<float> room;
     float *from = static_cast<float *>(x.data_ptr());
-    if (m > 1) room.resize(std::max<std::size_t>(room.size(), m * k));
+    const long for_x = m > 1 ? (m * k + lanes - 1) / lanes * lanes : 0, padded = (outputs + lanes - 1) / lanes * lanes;
+    room.resize(std::max<std::size_t>(room.size(), for_x + m * padded));
     Product product = {
         from,
         static_cast<const float *>(packed.data_ptr()),
         bias ? static_cast<const float *>(bias->data_ptr()) : nullptr,
         static_cast<float *>(y.data_ptr()),
         m > 1 ? room.data() : from,
+        room.data() + for_x,
         m,
         outputs,
         k,
