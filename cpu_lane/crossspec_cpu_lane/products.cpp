@@ -37,7 +37,7 @@ constexpr long lanes = 16, most_rows = 24;  // 24 vectors of sums and one of wei
 #else
 constexpr long lanes = 8, most_rows = 12;  // and one of x, of 16
 #endif
-constexpr long depth = 128;
+constexpr long depth = 192;
 constexpr long panel = 8;               // blocks of rows
 constexpr long far_ahead = 4096;        // floats, into the second-level cache
 constexpr long ahead_by = 128;          // floats, into the first
