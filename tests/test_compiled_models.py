@@ -83,3 +83,40 @@ def test_ids_of_another_type_are_seen(monkeypatch):
     monkeypatch.setattr(Eagle3TreeProposer, "_forward_level", forward_level)
     found = called(SPECS["eagle3-tree"])
     assert any(len(forms) == 2 for forms in found.values())
+
+
+def test_the_first_call_has_several_rows_with_one_request_at_a_time(monkeypatch):
+    """Compiled for one row, a chain's drafter would return one row of the levels of a tree that shares it, too."""
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
+
+    from vllm_crossspec.engine.speculators.routed import RoutedSpeculator
+
+    first: dict[str, int] = {}
+    original = RoutedSpeculator.load_model
+
+    def load_model(self: Any, target_model: torch.nn.Module) -> None:
+        original(self, target_model)
+        for kind in {type(module) for module in self.model.modules()}:
+            if issubclass(kind, TorchCompileWithNoGuardsWrapper):
+                monkeypatch.setattr(kind, "__call__", noting(kind.__call__))
+
+    def noting(call: Any) -> Any:
+        def noted(self: Any, *given: Any, **named: Any) -> Any:
+            first.setdefault(type(self).__name__, rows_of([*given, *named.values()]))
+            return call(self, *given, **named)
+
+        return noted
+
+    monkeypatch.setattr(RoutedSpeculator, "load_model", load_model)
+    drafters = {
+        "tree": {"type": "eagle3", "model": str(engines.EAGLE3), "tree": TREE},
+        "chain": {"of": "tree", "num_speculative_tokens": 3},
+        "dflash": {"model": str(engines.DFLASH)},
+    }
+    with engines.engine({"method": "whiflash", "drafters": drafters}, max_num_seqs=1) as llm:
+        llm.collective_rpc(lambda worker: worker.model_runner.warming_up_model())
+    assert first and all(rows > 1 for rows in first.values()), first
+
+
+def rows_of(arguments: list[Any]) -> int:
+    return next(value.shape[0] for value in arguments if isinstance(value, torch.Tensor))

@@ -91,6 +91,7 @@ class RoutedSpeculator(Speculator):
         self._shares_prefix = False
         self.context_graphs: dict[str, ContextGraphs] = {}
         self._alone: str | None = None
+        self._is_first_dummy = True
         self._last_round: tuple[float, Array, Array] | None = None
         self._drafter_before, self._num_timed = NO_DRAFTER, 0
         self._may_drift = vllm_config.parallel_config.world_size == 1  # ranks must route alike
@@ -378,6 +379,11 @@ class RoutedSpeculator(Speculator):
         batch = self.one_row.batch(step.batch, rows, ends, packed)
         if not skip_attn:
             self.block_tables.get_dummy_block_tables(num_reqs)
+        if self._is_first_dummy and num_reqs == 1 and step.batch.num_tokens > 1:
+            # vLLM compiles a model at its first call: for one row alone, if that has one.
+            for name in self.settings.owners:
+                self.proposers[name].propose_step(self.step_of(name, step))
+        self._is_first_dummy = False
         for name, proposer in self.proposers.items():
             if self._alone not in (None, name):
                 continue
