@@ -5,8 +5,9 @@
 
 The arms are those of `goodput` in cpu_speed.py, on the inflated models, one request at a time, every prompt timed by
 itself. Each arm is an engine of its own (policy `fixed`), so that an engine's luck at its start is in every quotient;
-turns of all are interleaved. Seconds of a prompt are the median of its turns. The best arm of every prompt is chosen
-with these seconds themselves, so that their noise flatters it.
+turns of all are interleaved. The router learns as it goes: its first turn is of an engine that knows nothing. Seconds
+of a prompt are the median of its turns; the best arm of every prompt is chosen by these seconds themselves, so that
+their noise flatters it.
 """
 
 import argparse
@@ -16,50 +17,83 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from cpu_speed import ARMS, CROSSSPEC, write_models, write_specs
+from cpu_speed import ARMS, CROSSSPEC, SPECS, write_models, write_specs
 
 from vllm_crossspec.cli.demo import POCKET
 
 ROUTER = "goodput"
-Times = Mapping[str, Mapping[str, float]]
-"""Seconds by method, then by prompt."""
 
 
 def write_prompts(file: Path, source: Path, each: int) -> dict[str, str]:
     """The first of each category, by turns, each a category of its own; returns whose each one is."""
-    of: dict[str, list[dict[str, str]]] = defaultdict(list)
+    of: dict[str, list[str]] = defaultdict(list)
     for line in source.read_text().splitlines():
         row = json.loads(line)
-        of[row["category"]].append(row)
-    chosen = [row for turn in zip(*(found[:each] for found in of.values()), strict=True) for row in turn]
-    names = {f"{row['category']} {index}": row["category"] for index, row in enumerate(chosen)}
-    rows = ({"category": name, "prompt": row["prompt"]} for name, row in zip(names, chosen, strict=True))
+        of[row["category"]].append(row["prompt"])
+    turns = zip(*([(category, prompt) for prompt in found[:each]] for category, found in of.items()), strict=True)
+    chosen = [pair for turn in turns for pair in turn]
+    names = {f"{category} {index}": category for index, (category, _) in enumerate(chosen)}
+    rows = ({"category": name, "prompt": prompt} for name, (_, prompt) in zip(names, chosen, strict=True))
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return names
 
 
-def summary(seconds: Times, tokens: Mapping[str, int], names: Mapping[str, str]) -> Iterator[str]:
-    """Tokens a second by category and over all, and the router over the best arm, as Markdown."""
-    groups = {category: [name for name in names if names[name] == category] for category in names.values()}
-    groups["all"] = list(names)
-    arms = [method for method in seconds if method.startswith("arm-")]
+class Comparison:
+    """What a document of `crossspec bench` says of a router and its arms.
 
-    def speed(method: str, group: str) -> float:
-        return sum(tokens[name] for name in groups[group]) / sum(seconds[method][name] for name in groups[group])
+    Args:
+        rows: of the document, each prompt a category.
+        names: the prompts, and the category of each.
+    """
 
-    yield f"| tokens/s | {' | '.join(groups)} |"
-    yield "|---" * (1 + len(groups)) + "|"
-    for method in seconds:
-        yield f"| {method} | {' | '.join(f'{speed(method, group):.1f}' for group in groups)} |"
-    ratios = {group: speed(ROUTER, group) / max(speed(arm, group) for arm in arms) for group in groups}
-    yield f"| router over the best arm | {' | '.join(f'{ratio:.3f}' for ratio in ratios.values())} |"
-    best = {
-        group: sum(min(seconds[arm][name] for arm in arms) for name in groups[group])
-        / sum(seconds[ROUTER][name] for name in groups[group])
-        for group in groups
-    }
-    yield f"| router over the best arm of every prompt | {' | '.join(f'{ratio:.3f}' for ratio in best.values())} |"
+    def __init__(self, rows: Sequence[dict[str, Any]], names: Mapping[str, str]):
+        own = [row for row in rows if row["category"] in names]
+        self.tokens = {row["category"]: row["num_tokens"] for row in own}
+        self.seconds: dict[str, dict[str, list[float]]] = defaultdict(dict)
+        for row in own:
+            self.seconds[row["method"]][row["category"]] = row["seconds_by_repeat"]
+        self.arms = [method for method in self.seconds if method.startswith("arm-")]
+        self.groups = {category: [name for name in names if names[name] == category] for category in names.values()}
+        self.groups["all"] = list(names)
+
+    def speed(self, method: str, group: str) -> float:
+        """Tokens a second of some prompts, from the median seconds of each."""
+        seconds = sum(median(self.seconds[method][name]) for name in self.groups[group])
+        return sum(self.tokens[name] for name in self.groups[group]) / seconds
+
+    def speeds_by_turn(self, method: str) -> list[float]:
+        """Tokens a second over all prompts, turn by turn."""
+        return [sum(self.tokens.values()) / sum(turn) for turn in zip(*self.seconds[method].values(), strict=True)]
+
+    def over_best_arm(self, group: str) -> float:
+        """The router's tokens a second by those of the arm that is the best of these prompts."""
+        return self.speed(ROUTER, group) / max(self.speed(arm, group) for arm in self.arms)
+
+    def over_best_arms(self, group: str) -> float:
+        """The router's tokens a second by those of whichever arm is the best of each prompt."""
+        seconds = {method: {name: median(own[name]) for name in own} for method, own in self.seconds.items()}
+        best = sum(min(seconds[arm][name] for arm in self.arms) for name in self.groups[group])
+        return best / sum(seconds[ROUTER][name] for name in self.groups[group])
+
+    def over_best_by_turn(self) -> list[float]:
+        """The router's tokens a second over all prompts by those of the best arm of the same turn."""
+        arms = zip(*(self.speeds_by_turn(arm) for arm in self.arms), strict=True)
+        return [mine / max(theirs) for mine, theirs in zip(self.speeds_by_turn(ROUTER), arms, strict=True)]
+
+    def table(self) -> Iterator[str]:
+        """All of it, as Markdown."""
+        yield f"| tokens/s | {' | '.join(self.groups)} | turns |"
+        yield "|---" * (2 + len(self.groups)) + "|"
+        for method in self.seconds:
+            turns = ", ".join(f"{speed:.1f}" for speed in self.speeds_by_turn(method))
+            yield f"| {method} | {' | '.join(f'{self.speed(method, group):.1f}' for group in self.groups)} | {turns} |"
+        over = " | ".join(f"{self.over_best_arm(group):.2f}" for group in self.groups)
+        yield f"| router over the best arm | {over} | {', '.join(f'{x:.2f}' for x in self.over_best_by_turn())} |"
+        over = " | ".join(f"{self.over_best_arms(group):.2f}" for group in self.groups)
+        yield f"| router over the best arm of every prompt | {over} | |"
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -68,7 +102,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of models, configs and documents; cpu_speed.py's will do")
     add("--shapes", default="0.2b", help="of crossspec inflate, comma-separated")
-    add("--methods", default=",".join([*(f"arm-{name}" for name in ARMS), ROUTER]), help="arms and the router")
+    add("--arms", default=",".join(ARMS), help="the router's arms that are measured alone, comma-separated")
     add("--prompts", type=Path, default=POCKET / "prompts.jsonl", help="JSON lines with `category` and `prompt`")
     add("--each", type=int, default=6, help="prompts of each category")
     add("--repeats", type=int, default=3, help="turns of every method")
@@ -76,6 +110,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--name", default="routing", help="what the documents' names begin with")
     add("--tables-only", action="store_true", help="print the tables of the documents that are there")
     options = parser.parse_args(argv)
+    methods = [*(f"arm-{name}" for name in options.arms.split(",")), ROUTER]
+    if unknown := [name for name in methods if name not in SPECS]:
+        parser.error(f"--arms {unknown[0].removeprefix('arm-')}: choose from {', '.join(ARMS)}")
     options.out.mkdir(parents=True, exist_ok=True)
     for shape in options.shapes.split(","):
         document = options.out / f"{options.name}-{shape}.json"
@@ -84,32 +121,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not options.tables_only:
             models = write_models(shape, options.out)
             command = [*CROSSSPEC, "bench", "--model", str(models / "target"), "--dtype", "float32"]
-            for spec in write_specs(models, options.out / "specs" / shape, options.methods.split(",")):
+            for spec in write_specs(models, options.out / "specs" / shape, methods):
                 command += ["--spec", str(spec)]
             command += ["--prompts", str(prompts), "--max-tokens", str(options.max_tokens), "--max-model-len", "1024"]
-            command += [
-                "--repeats",
-                str(options.repeats),
-                "--batch-sizes",
-                "1",
-                "--no-enforce-eager",
-                "--json",
-                str(document),
-            ]
-            if code := subprocess.run(command).returncode:
+            command += ["--batch-sizes", "1", "--repeats", str(options.repeats), "--no-enforce-eager"]
+            if code := subprocess.run([*command, "--json", str(document)]).returncode:
                 sys.exit(code)
-        seconds: dict[str, dict[str, float]] = defaultdict(dict)
-        tokens = {}
-        for row in json.loads(document.read_text())["rows"]:
+        rows = json.loads(document.read_text())["rows"]
+        for row in rows:
             if row["identical_to_plain"] is False:
                 sys.exit(f"{document}: {row['method']} has another text than plain in {row['category']}")
-            if row["category"] in names:
-                seconds[row["method"]][row["category"]] = row["seconds"]
-                tokens[row["category"]] = row["num_tokens"]
-            elif row["route_shares"]:
+            if row["category"] == "all" and row["route_shares"]:
                 shares = ", ".join(f"{name} {share:.2f}" for name, share in row["route_shares"].items())
-                print(f"{row['method']}: {row['tokens_per_round']:.2f} tokens a round; {shares}")
-        print(f"\n{shape}\n", *summary(seconds, tokens, names), sep="\n")
+                print(f"{row['method']}: {row['tokens_per_round']:.2f} tokens a round in the first turn; {shares}")
+        print(f"\n{shape}\n", *Comparison(rows, names).table(), sep="\n")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ BEST_FIRST = {"type": "best_first", "num_nodes": 16}
 ARMS: dict[str, dict[str, Any]] = {
     "tree": {"type": "eagle3", "model": "{pocket}/eagle3", **BFLOAT16, "tree": DYNAMIC},
     "chain": {"of": "tree", "num_speculative_tokens": 4},
-    "dflash": {"model": "{pocket}/dflash", **BFLOAT16, "num_speculative_tokens": 7, "tree": BEST_FIRST},
+    "dflash": {"model": "{pocket}/dflash", **BFLOAT16, "num_speculative_tokens": 7, "tree": {"num_nodes": 8}},
     "suffix": {"tree": {"num_nodes": 8}},
     "plain": {"type": "nothing"},
 }

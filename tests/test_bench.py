@@ -107,6 +107,7 @@ def test_percentiles_are_those_of_the_requests():
 def test_times_are_of_all_repeats():
     runs = [run_of("plain", 1.0, [timed(0.0, gap, ttft=gap)], repeat=i) for i, gap in enumerate((1.0, 2.0, 6.0))]
     row = row_of(runs, "plain")
+    assert row.seconds_by_repeat == [1.0, 1.0, 1.0]
     assert row.repeats == 3 and row.ttft["p50"] == row.itl["p50"] == 2.0 and row.itl["p99"] > 5.9
     assert row.num_tokens == 10  # of one
 

@@ -27,7 +27,7 @@ sys.path.insert(0, str(FOLDER))
 round_time, shapes = import_module("round_time"), import_module("shapes")
 methods, switch_cost = import_module("methods"), import_module("switch_cost")
 tree_kernels, tree_cases = import_module("tree_kernels"), import_module("tree_cases")
-tree_search = import_module("tree_search")
+tree_search, cpu_routing = import_module("tree_search"), import_module("cpu_routing")
 
 FOLDERS = ("target", "eagle3", "confu", "dflash", "dart", "draft-model", "clusters", "router", "ngram")
 MODELS = {name: f"/models/{name}" for name in FOLDERS}
@@ -433,3 +433,29 @@ def test_costs_of_a_switch_are_measured(tmp_path):
         assert row["round_ms"] > row["draft_ms"] > 0
         assert set(row["switch"]) == {"1", "90"} and set(row["router"]) == set(switch_cost.POLICIES)
         assert all(cost["ms"] > 0 for cost in (*row["switch"].values(), *row["router"].values()))
+
+
+def test_a_router_is_compared_by_turn_by_category_and_by_prompt(tmp_path):
+    """Two prompts of two categories; arm a is best in the first, b in the second, the router as good as either."""
+    source = tmp_path / "prompts.jsonl"
+    lines = [{"category": kind, "prompt": f"{kind} {i}"} for kind in ("x", "y") for i in range(2)]
+    source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    names = cpu_routing.write_prompts(tmp_path / "out.jsonl", source, each=1)
+    assert names == {"x 0": "x", "y 1": "y"}
+    written = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert written == [{"category": "x 0", "prompt": "x 0"}, {"category": "y 1", "prompt": "y 0"}]
+    seconds = {
+        "arm-a": ([1.0, 1.0, 3.0], [4.0, 4.0, 4.0]),
+        "arm-b": ([3.0, 3.0, 3.0], [1.0, 1.0, 1.0]),
+        "goodput": ([1.0, 1.0, 1.0], [3.0, 1.0, 1.0]),
+    }
+    rows = [
+        {"method": method, "category": name, "num_tokens": 12, "seconds_by_repeat": turns}
+        for method, both in seconds.items()
+        for name, turns in zip(names, both, strict=True)
+    ]
+    found = cpu_routing.Comparison([*rows, {"category": "all"}], names)
+    assert found.speed("arm-a", "all") == 24 / 5 and found.speed("arm-b", "y") == 12
+    assert found.over_best_arm("all") == 2 and found.over_best_arm("x") == 1 and found.over_best_arms("all") == 1
+    assert found.over_best_by_turn() == [1, 2, 2]
+    assert len(list(found.table())) == 7

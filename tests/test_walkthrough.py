@@ -124,6 +124,7 @@ NOWHERE = {
     "python benchmarks/campaign.py *": GPU,
     "python benchmarks/cpu_kernels.py": HOURS,
     "python benchmarks/cpu_lane.py": HOURS,
+    "python benchmarks/cpu_routing.py *": LARGE,
     "python benchmarks/cpu_speed.py *": LARGE,
     "python benchmarks/profile_round.py *": LARGE,
     "python benchmarks/ngram_lookup.py --reference *": "needs the clones of the papers' code",

@@ -127,7 +127,7 @@ def flat(row: Row) -> dict[str, Any]:
             cells |= {f"round_{part}": (value or {}).get(part) for part in (*PARTS, "seconds")}
         elif name == "route_shares":
             cells[name] = " ".join(f"{drafter}={share:.4f}" for drafter, share in (value or {}).items())
-        elif name == "accepted_per_position":
+        elif name in ("accepted_per_position", "seconds_by_repeat"):
             cells[name] = " ".join(map(str, value))
         else:
             cells[name] = value

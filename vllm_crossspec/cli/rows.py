@@ -57,6 +57,7 @@ class Row:
         identical_to_plain: whether every prompt's tokens equal plain's of the same batch size, in every repeat; None
             where plain was not run.
         seconds: wall-clock of the generation, without starting the engine; the median of the repeats.
+        seconds_by_repeat: that of each.
         batch_size: most requests at a time.
         repeats: how many times all prompts were answered.
         num_rounds: target calls that verified a draft (or, for `plain`, decoded a token).
@@ -88,6 +89,7 @@ class Row:
     accepted_per_position: list[int] = field(default_factory=list)
     identical_to_plain: bool | None
     seconds: float
+    seconds_by_repeat: list[float]
     batch_size: int
     repeats: int
     num_rounds: int
@@ -161,7 +163,8 @@ def _rows_of(
             acceptance_length=1.0 + sum(accepted) / num_drafts if num_drafts else 1.0,
             accepted_per_position=accepted,
             identical_to_plain=all(_identical(*pair, names) for pair in pairs) if pairs else None,
-            seconds=statistics.median(_seconds(run, names) for run in repeats),
+            seconds=statistics.median(seconds := [_seconds(run, names) for run in repeats]),
+            seconds_by_repeat=seconds,
             batch_size=first.batch_size,
             repeats=len(repeats),
             num_rounds=num_rounds,
