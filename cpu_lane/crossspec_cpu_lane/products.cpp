@@ -117,8 +117,12 @@ struct Product {
         for (long block = 0; block < blocks; block++) {
             const long first = first_row(block), count = rows(block);
             float *out = turned + first * k + from * count;
-            for (long column = from; column < to; column++)
-                for (long row = 0; row < count; row++) *out++ = x[(first + row) * k + column];
+            for (long begin = from; begin < to; begin += lanes)  // rows may be powers of two apart
+                for (long row = 0; row < count; row++) {
+                    const float *own = x + (first + row) * k;
+                    for (long column = begin; column < std::min(to, begin + lanes); column++)
+                        out[(column - from) * count + row] = own[column];
+                }
         }
     }
 
