@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from cpu_speed import ARMS, CROSSSPEC, SPECS, write_models, write_specs
+from cpu_speed import ARMS, CROSSSPEC, write_models, write_specs
 
 from vllm_crossspec.cli.demo import POCKET
 
@@ -96,8 +96,8 @@ class Comparison:
         yield f"| router over the best arm of every prompt | {over} | |"
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure every shape, and print its table."""
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of models, configs and documents; cpu_speed.py's will do")
@@ -110,9 +110,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     add("--name", default="routing", help="what the documents' names begin with")
     add("--tables-only", action="store_true", help="print the tables of the documents that are there")
     options = parser.parse_args(argv)
+    if unknown := [name for name in options.arms.split(",") if name not in ARMS]:
+        parser.error(f"--arms {unknown[0]}: choose from {', '.join(ARMS)}")
+    return options
+
+
+def main() -> None:
+    """Measure every shape, and print its table."""
+    options = arguments()
     methods = [*(f"arm-{name}" for name in options.arms.split(",")), ROUTER]
-    if unknown := [name for name in methods if name not in SPECS]:
-        parser.error(f"--arms {unknown[0].removeprefix('arm-')}: choose from {', '.join(ARMS)}")
     options.out.mkdir(parents=True, exist_ok=True)
     for shape in options.shapes.split(","):
         document = options.out / f"{options.name}-{shape}.json"
