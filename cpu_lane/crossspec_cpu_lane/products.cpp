@@ -41,7 +41,7 @@ constexpr long depth = 192;
 constexpr long panel = 8;               // blocks of rows
 constexpr long far_ahead = 4096;        // floats, into the second-level cache
 constexpr long ahead_by = 128;          // floats, into the first
-constexpr std::size_t most_kept = 1 << 20;  // floats, of x turned
+constexpr std::size_t most_kept = 1 << 22;  // floats, of x turned and of sums
 constexpr long worth_threads = 200000;  // products
 
 typedef float vector __attribute__((vector_size(4 * lanes)));
@@ -54,8 +54,8 @@ typedef float unaligned __attribute__((vector_size(4 * lanes), aligned(4)));
 #endif
 
 struct Slab {
-    const float *x;  // [columns, rows]
-    const float *w;  // [tiles, columns, lanes], two columns `between` apart
+    const float *x;     // [columns, rows]
+    const float *w;     // [tiles, columns, lanes], two columns `between` apart
     const float *from;  // what is added to,
     float *to;          // and where it goes
     long columns;
@@ -138,7 +138,7 @@ struct Product {
     }
 
     // One slab, some blocks of rows, two tiles at a time where there are several blocks, which load x less often. Sums
-    // go to y with the last slab alone: its rows are powers of two apart, which keeps few of them in a cache.
+    // go to y with the last slab alone: its rows are often a power of two apart, which keeps few of them in a cache.
     void add(long begin, long columns, long first_block, long last_block, long from, long to) const {
         const bool is_last = begin + columns == k;
         for (long tile = from, at_once; tile < to; tile += at_once) {
@@ -151,7 +151,8 @@ struct Product {
             for (long block = first_block; block < last_block; block++) {
                 const long first = first_row(block), count = rows(block);
                 float *own = sums + (tile * m + first) * lanes, *out = y + first * n + output;
-                Slab slab = {turned + first * k + begin * count, w, own, own, columns, lanes, lanes, m * lanes, m * lanes};
+                const float *rows_of_x = turned + first * k + begin * count;
+                Slab slab = {rows_of_x, w, own, own, columns, lanes, lanes, m * lanes, m * lanes};
                 if (!begin) slab.from = some, slab.from_row = 0, slab.from_tile = lanes;
                 if (is_last && left >= size) slab.to = out, slab.to_row = n, slab.to_tile = lanes;
                 slab.ahead = w + (blocks > 1 ? size * columns + (block - first_block) * step * columns : far_ahead);
