@@ -3,12 +3,13 @@
 import math
 import random
 
+import numpy as np
 import pytest
 import torch
 
 from vllm_crossspec.router.base import Router, RouterSettings
 from vllm_crossspec.router.costs import RoundCosts
-from vllm_crossspec.router.drift import Drift
+from vllm_crossspec.router.drift import Drift, RoundTimer, TimedRound
 from vllm_crossspec.router.experience import (
     EARLY_EVERY,
     EARLY_TURNS,
@@ -189,9 +190,9 @@ def test_costs_follow_what_rounds_take(factor):
     drift = Drift(costs)
     for number in range(800):
         now = factor if number >= 100 else 1.0
-        drift.observe(4, 0, switched=False, seconds=2.0 * now)
+        drift.observe(TimedRound(4, 0, switched=False, seconds=2.0 * now))
         if number % 64 == 0:
-            drift.observe(4, 1, switched=True, seconds=2.5 * now)
+            drift.observe(TimedRound(4, 1, switched=True, seconds=2.5 * now))
     (_, _, elsewhere), (often, seldom, never) = drift.factors()
     assert often == pytest.approx(factor, rel=0.01) and seldom == pytest.approx(factor, rel=0.05)
     assert never == elsewhere and abs(math.log(never)) > 0.4 * abs(math.log(factor))
@@ -200,12 +201,41 @@ def test_costs_follow_what_rounds_take(factor):
 def test_a_drafter_measured_wrong_is_mended_by_few_rounds_and_pauses_do_not_count():
     drift = Drift(RoundCosts((1,), ((1.0, 1.0),), ((1.0, 1.0),), ((0.0, 0.0),)))
     for _ in range(200):
-        drift.observe(1, 0, switched=False, seconds=2.0)
-    drift.observe(1, 0, switched=False, seconds=20.0)  # nobody asked for anything
+        drift.observe(TimedRound(1, 0, switched=False, seconds=2.0))
+    drift.observe(TimedRound(1, 0, switched=False, seconds=20.0))  # nobody asked for anything
     for _ in range(3):
-        drift.observe(1, 1, switched=False, seconds=3.0)
+        drift.observe(TimedRound(1, 1, switched=False, seconds=3.0))
     right, wrong = drift.factors()[0]
     assert right == pytest.approx(1.0, abs=0.1) and wrong > 1.3
+
+
+def test_rounds_of_decoding_alone_say_what_a_drafter_costs():
+    """Drafters 0 and 1 share a cache. A prompt's pass, its catch-up, mixed rounds and other requests' do not count."""
+    timer = RoundTimer(num_slots=3, owners=(0, 0, 2))
+    seen, now = [], 0.0
+
+    def ended(slots, routes, seconds):
+        nonlocal now
+        now += seconds
+        seen.append(timer.ended(np.array(slots), np.array(routes), now))
+
+    def request(slots, *rounds):
+        timer.forget(slots)
+        for routes, seconds in rounds:
+            ended(slots, routes, seconds)
+
+    request([1], ([-1], 5.0), ([0], 5.0), ([0], 4.0), ([1], 1.0), ([2], 2.0), ([2], 3.0), ([-1], 1.0), ([2], 7.0))
+    assert seen[:3] == [None] * 3, "its prompt in two parts, and the round in which drafter 0 takes it in"
+    assert seen[3:6] == [(1, 0, False, 1.0), (1, 1, False, 2.0), (1, 2, True, 3.0)]
+    assert seen[6:] == [None, None], "somebody does not draft"
+    seen.clear()
+    request([1], ([2], 5.0), ([2], 4.0), ([2], 1.5))
+    assert seen == [None, None, (1, 2, False, 1.5)], "another request in the same slot"
+    seen.clear()
+    request([0], ([2], 9.0), ([0], 9.0))
+    for routes in ([0, 0], [0, 2], [0, 0], [0, 0], [0, 0]):
+        ended([0, 1], routes, 2.0)
+    assert seen[2:] == [None, None, None, None, (2, 0, False, 2.0)]
 
 
 def test_a_router_goes_by_costs_as_they_have_become():
@@ -221,10 +251,10 @@ def test_a_router_goes_by_costs_as_they_have_become():
 
     assert choice() == 1
     for _ in range(20):
-        router.drift.observe(1, 1, switched=False, seconds=1.2)
+        router.drift.observe(TimedRound(1, 1, switched=False, seconds=1.2))
     assert choice() == 1, "nothing has followed yet"
     for _ in range(20):
-        router.drift.observe(1, 1, switched=False, seconds=0.6)
+        router.drift.observe(TimedRound(1, 1, switched=False, seconds=0.6))
     router.follow_drift()
     assert choice() == 0
     given = RouterSettings("goodput", ("a", "b"), costs=router.costs)

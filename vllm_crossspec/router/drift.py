@@ -5,16 +5,81 @@ for a while are on the same machine. Shape legend: B measured batch sizes, N dra
 """
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
+
+from vllm_crossspec.arrays import Array
 from vllm_crossspec.router.costs import RoundCosts
+
+SETTLED_ROUNDS = 2
+"""Rounds of a request that are not timed: its prompt's pass, and the one in which its drafter takes in the prompt."""
 
 SHARED_STEP = 0.05
 """Part of what a round's seconds were off by that counts for all drafters."""
 LEAST_OWN_STEP = 0.05
 """Likewise for the drafter that was seen, once it was seen often; half of it, a third and so on at first."""
 MOST_OFF = math.log(2.0)
-"""A round further off than this, in either direction, counts as this far; one twice as far off was no round of decoding
-alone (requests were awaited, say) and does not count."""
+"""A round further off than this, in either direction, counts as this far; one twice as far off was disturbed and counts
+not at all."""
+
+
+class TimedRound(NamedTuple):
+    """A round of decoding in which one drafter drafted for the whole batch.
+
+    Attributes:
+        num_reqs: of the batch.
+        drafter: who drafted, and whose drafts were verified.
+        switched: whether it had to catch up before.
+        seconds: of its draft and of the target's pass over it.
+    """
+
+    num_reqs: int
+    drafter: int
+    switched: bool
+    seconds: float
+
+
+class RoundTimer:
+    """Tells, where rounds end, which of them say what a drafter's round costs.
+
+    Args:
+        num_slots: of requests.
+        owners: whose cache each drafter uses, as numbers of drafters.
+    """
+
+    def __init__(self, num_slots: int, owners: Sequence[int]):
+        self._owners = np.array(owners)
+        self._num_rounds = np.zeros(num_slots, dtype=np.int64)  # of each request
+        self._last: tuple[float, Array, Array] | None = None
+        self._drafter_before = -1
+
+    def forget(self, slots: list[int]) -> None:
+        """Other requests are in these slots from now on."""
+        self._num_rounds[slots] = 0
+
+    def ended(self, slots: Array, routes: Array, now: float) -> TimedRound | None:
+        """The round that ends here, in seconds since the one before ended; None where it says nothing.
+
+        Args:
+            slots: int64 [R] of the batch.
+            routes: int64 [R] who drafts for each request now, for the round that begins; negative for nobody.
+            now: seconds.
+        """
+        last, self._last = self._last, (now, slots, routes)
+        is_settled = bool((self._num_rounds[slots] >= SETTLED_ROUNDS).all())
+        self._num_rounds[slots] += routes >= 0
+        if last is None or not np.array_equal(last[1], slots):
+            self._drafter_before = -1
+            return None
+        started, _, drafters = last
+        drafter, before = int(drafters[0]), self._drafter_before
+        is_one = drafter >= 0 and bool((drafters == drafter).all())
+        self._drafter_before = drafter if is_one else -1
+        if not is_one or not is_settled or before < 0 or (routes < 0).any():
+            return None
+        return TimedRound(len(slots), drafter, bool(self._owners[before] != self._owners[drafter]), now - started)
 
 
 class Drift:
@@ -30,15 +95,9 @@ class Drift:
         self._own = [[0.0] * costs.num_drafters for _ in costs.batch_sizes]
         self._seen = [[0] * costs.num_drafters for _ in costs.batch_sizes]
 
-    def observe(self, num_reqs: int, drafter: int, switched: bool, seconds: float) -> None:
-        """Take in a round of decoding in which one drafter drafted for the whole batch.
-
-        Args:
-            num_reqs: of the batch.
-            drafter: who drafted, and whose drafts were verified.
-            switched: whether it had to catch up before.
-            seconds: of its draft and of the target's pass over it.
-        """
+    def observe(self, timed: TimedRound) -> None:
+        """Take in what a round took."""
+        num_reqs, drafter, switched, seconds = timed
         row = self.costs.row(num_reqs)
         expected = self.costs.round_seconds(row)[drafter] + switched * self.costs.switch[row][drafter]
         off = math.log(seconds / expected) - self._shared - self._own[row][drafter]

@@ -25,6 +25,7 @@ from vllm_crossspec.engine.speculators.routers import make_router
 from vllm_crossspec.host_copy import HostCopy
 from vllm_crossspec.metrics.routing import RoutingCounters
 from vllm_crossspec.metrics.stages import StageClock
+from vllm_crossspec.router.drift import RoundTimer
 from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.types import NO_DRAFTS, StepInputs
 
@@ -92,9 +93,10 @@ class RoutedSpeculator(Speculator):
         self.context_graphs: dict[str, ContextGraphs] = {}
         self._alone: str | None = None
         self._is_first_dummy = True
-        self._last_round: tuple[float, Array, Array] | None = None
-        self._drafter_before, self._num_timed = NO_DRAFTER, 0
-        self._may_drift = vllm_config.parallel_config.world_size == 1  # ranks must route alike
+        self.timer: RoundTimer | None = None
+        self._num_timed = 0
+        if vllm_config.parallel_config.world_size == 1:  # ranks must route alike
+            self.timer = RoundTimer(num_slots, [self.order.index(self.owners[name]) for name in self.order])
         num_bytes = sum(b.features.nbytes for b in self.backlogs.values())
         logger.info(
             "crossspec: policy %s over %s; %.1f MiB hold what inactive drafters miss (%d tokens of a request, %.2f MiB "
@@ -134,6 +136,8 @@ class RoutedSpeculator(Speculator):
         for backlog in self.backlogs.values():
             backlog.cached[slots] = num_computed
         self.routing.forget(slots)
+        if self.timer is not None:
+            self.timer.forget(slots)
         on_device = async_tensor_h2d(np.array(slots, dtype=np.int64), device=self.device)
         self.router.release(on_device)
         if self.kept.state is not None:
@@ -213,22 +217,16 @@ class RoutedSpeculator(Speculator):
         return self.drafts.tokens[:num_reqs]
 
     def _time_round(self, slots: Array, routes: Array) -> None:
-        """Show a router that follows costs what the round took that ends here, if one drafter drafted for the batch.
+        """Show a router that follows costs what the round took that ends here, if that says what its drafter costs.
 
         From one wait to the next lie the drafts of the one round and the target's pass over them.
         """
-        now, before, drift = time.perf_counter(), self._last_round, self.router.drift
-        if drift is None or not self._may_drift:
+        if self.timer is None or self.router.drift is None:
             return
-        self._last_round = (now, slots, routes)
-        if before is None or not np.array_equal(before[1], slots) or (routes < 0).any():
+        timed = self.timer.ended(slots, routes, time.perf_counter())
+        if timed is None:
             return
-        drafter, owners = int(before[2][0]), self.router.settings.owners
-        if drafter < 0 or (before[2] != drafter).any() or owners is None:
-            return
-        switched = self._drafter_before >= 0 and owners[self._drafter_before] != owners[drafter]
-        self._drafter_before = drafter
-        drift.observe(len(slots), drafter, switched, now - before[0])
+        self.router.drift.observe(timed)
         self._num_timed += 1
         if self._num_timed % DRIFT_EVERY == 0:
             self.router.follow_drift()
