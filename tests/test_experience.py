@@ -211,7 +211,7 @@ def test_a_drafter_measured_wrong_is_mended_by_few_rounds_and_pauses_do_not_coun
 
 def test_rounds_of_decoding_alone_say_what_a_drafter_costs():
     """Drafters 0 and 1 share a cache. A prompt's pass, its catch-up, mixed rounds and other requests' do not count."""
-    timer = RoundTimer(num_slots=3, owners=(0, 0, 2))
+    timer = RoundTimer(num_slots=3, owners=np.array([0, 0, 2]))
     seen, now = [], 0.0
 
     def ended(slots, routes, seconds):

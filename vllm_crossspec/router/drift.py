@@ -5,7 +5,6 @@ for a while are on the same machine. Shape legend: B measured batch sizes, N dra
 """
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -46,11 +45,11 @@ class RoundTimer:
 
     Args:
         num_slots: of requests.
-        owners: whose cache each drafter uses, as numbers of drafters.
+        owners: int64 [N] whose cache each drafter uses, as any numbers.
     """
 
-    def __init__(self, num_slots: int, owners: Sequence[int]):
-        self._owners = np.array(owners)
+    def __init__(self, num_slots: int, owners: Array):
+        self._owners = owners
         self._num_rounds = np.zeros(num_slots, dtype=np.int64)  # of each request
         self._last: tuple[float, Array, Array] | None = None
         self._drafter_before = -1

@@ -19,6 +19,7 @@ from vllm_crossspec.catchup.kernels import accepted_lengths, join_rows
 from vllm_crossspec.catchup.naive import join_rows_naive
 from vllm_crossspec.engine.graphs.context import ContextGraphs
 from vllm_crossspec.engine.proposers.base import empty_tree
+from vllm_crossspec.engine.proposers.stateless import CachelessProposer
 from vllm_crossspec.engine.speculators.base import Speculator
 from vllm_crossspec.engine.speculators.one_row import OneRowBatches
 from vllm_crossspec.engine.speculators.routers import make_router
@@ -79,7 +80,11 @@ class RoutedSpeculator(Speculator):
         self.backlogs = {}
         for name in settings.owners:
             own = self.proposers[name]
+            if isinstance(own, CachelessProposer):
+                continue
             self.backlogs[name] = Backlog(num_slots, settings.router.max_backlog, own.hidden_size, own.dtype, device)
+        self.owner_numbers = np.array([self.order.index(self.owners[name]) for name in self.order])
+        self._no_features = torch.zeros(num_slots, 0, dtype=vllm_config.model_config.dtype, device=device)
         self.router = make_router(settings, vllm_config, device)
         self.routing = RoutingCounters(self.order, num_slots)
         self.clock = StageClock(("route", "store", "catch_up", "draft"), device)
@@ -96,7 +101,7 @@ class RoutedSpeculator(Speculator):
         self.timer: RoundTimer | None = None
         self._num_timed = 0
         if vllm_config.parallel_config.world_size == 1:  # ranks must route alike
-            self.timer = RoundTimer(num_slots, [self.order.index(self.owners[name]) for name in self.order])
+            self.timer = RoundTimer(num_slots, self.owner_numbers)
         num_bytes = sum(b.features.nbytes for b in self.backlogs.values())
         logger.info(
             "crossspec: policy %s over %s; %.1f MiB hold what inactive drafters miss (%d tokens of a request, %.2f MiB "
@@ -122,8 +127,6 @@ class RoutedSpeculator(Speculator):
         if not self._has_full_graphs:
             return
         for name, backlog in self.backlogs.items():
-            if not self.proposers[name].kv_groups:  # no cache, nothing to catch up with
-                continue
             write = functools.partial(self._write_eagerly, name, backlog.features)
             self.context_graphs[name] = ContextGraphs(write, self.vllm_config, self.device)
             self.context_graphs[name].capture()
@@ -296,17 +299,19 @@ class RoutedSpeculator(Speculator):
 
     def _count(self, slots: Array, routes: Array, before: Array) -> None:
         """Who drafts, and what it missed of the tokens before this round's (``before``: int64 [R] of them)."""
-        for number, name in enumerate(self.order):
-            own = slots[routes == number]
-            self.routing.count_missed(number, own, before[routes == number] - self._backlog(name).cached[own])
+        for number in np.unique(routes[routes >= 0]).tolist():
+            mine, backlog = routes == number, self._backlog(self.order[number])
+            own = slots[mine]
+            missed = np.zeros_like(own) if backlog is None else before[mine] - backlog.cached[own]
+            self.routing.count_missed(number, own, missed)
         self.routing.count_decisions(slots, routes)
 
     def _catch_up_round(self, slots: Array, routes: Array) -> None:
         """Whoever drafts now takes in what it missed, all but the last token, with which it starts."""
         shares, self._shares_prefix = self._shares_prefix, False
+        owners = np.where(routes >= 0, self.owner_numbers[routes], NO_DRAFTER)
         for name in self.backlogs:
-            forms = [number for number, form in enumerate(self.order) if self.owners[form] == name]
-            chosen = np.isin(routes, forms)
+            chosen = owners == self.order.index(name)
             if shares:
                 everyone = np.flatnonzero(self.live)
                 ends = self.computed[everyone] - np.isin(everyone, slots[chosen])
@@ -316,9 +321,9 @@ class RoutedSpeculator(Speculator):
             elif chosen.any():
                 self._catch_up(name, slots[chosen], self.computed[slots[chosen]] - 1)
 
-    def _backlog(self, name: str) -> Backlog:
-        """What a drafter has missed, or the one whose cache it uses."""
-        return self.backlogs[self.owners[name]]
+    def _backlog(self, name: str) -> Backlog | None:
+        """What a drafter has missed, or the one whose cache it uses; None where it has no cache."""
+        return self.backlogs.get(self.owners[name])
 
     def _catch_up(self, name: str, slots: Array, ends: Array) -> None:
         """Write keys and values of what a drafter missed of ``slots``, up to ``ends`` (exclusive)."""
@@ -335,8 +340,6 @@ class RoutedSpeculator(Speculator):
         self._write_now(name, features, tokens)
 
     def _write_now(self, name: str, features: torch.Tensor, tokens: Tokens) -> None:
-        if not self.proposers[name].kv_groups:
-            return
         graphs = self.context_graphs.get(name)
         if graphs is not None and features is self.backlogs[name].features:
             graphs.replay(np.stack(tokens))
@@ -347,8 +350,9 @@ class RoutedSpeculator(Speculator):
 
     def catch_up_on_nothing(self, name: str, num_tokens: int) -> None:
         """All that a drafter does to catch up with so many tokens of the buffer, and no trace of it in its cache."""
-        nothing, name = np.zeros(num_tokens, dtype=np.int64), self.owners[name]
-        self._write_now(name, self.backlogs[name].features, Tokens(nothing + NO_SLOT, nothing, nothing))
+        nothing, name, backlog = np.zeros(num_tokens, dtype=np.int64), self.owners[name], self._backlog(name)
+        if backlog is not None:
+            self._write_now(name, backlog.features, Tokens(nothing + NO_SLOT, nothing, nothing))
 
     def _write_eagerly(self, name: str, features: torch.Tensor, packed: torch.Tensor) -> None:
         """The same for int64 [3, n] tokens on the device; those of no slot are padding."""
@@ -359,11 +363,15 @@ class RoutedSpeculator(Speculator):
         """One drafter drafts for the requests of ``rows``, from the last accepted token of each."""
         proposer, backlog, own = self.proposers[name], self._backlog(name), slots[rows]
         ends = self.computed[own]
-        packed = self.one_row.packed(rows, own, ends, backlog.rows_at(own, ends - 1))
-        backlog.cached[own] = ends
+        kept = np.zeros_like(own) if backlog is None else backlog.rows_at(own, ends - 1)
+        packed = self.one_row.packed(rows, own, ends, kept)
+        features = self._no_features[: len(rows)]
+        if backlog is not None:
+            backlog.cached[own] = ends
+            features = backlog.features.index_select(0, packed.kept)
         batch = self.one_row.batch(step.batch, rows, ends, packed)
         self.block_tables.gather_block_tables(batch.idx_mapping, num_reqs_padded=len(rows))
-        inputs = self.one_row.step(step, batch, backlog.features.index_select(0, packed.kept))
+        inputs = self.one_row.step(step, batch, features)
         tokens = self.keep(name, batch, proposer.propose_step(proposer.start_rows(inputs)))
         self.drafts.tokens.index_copy_(0, packed.rows, tokens)
 
@@ -387,7 +395,8 @@ class RoutedSpeculator(Speculator):
                 continue
             if is_profile and tapped:  # the largest that a round allocates
                 proposer.fuse(joined(tapped, self.tap_indices[name]))
-            features = self._backlog(name).features[:num_reqs]
+            backlog = self._backlog(name)
+            features = (self._no_features if backlog is None else backlog.features)[:num_reqs]
             inputs = self.one_row.step(
                 step, batch, features, dummy_run=True, skip_attn_for_dummy_run=skip_attn, is_profile=is_profile
             )
