@@ -16,8 +16,9 @@ import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from cpu_speed import ARMS, CROSSSPEC, write_models, write_specs
@@ -53,8 +54,17 @@ class Comparison:
         own = [row for row in rows if row["category"] in names]
         self.tokens = {row["category"]: row["num_tokens"] for row in own}
         self.seconds: dict[str, dict[str, list[float]]] = defaultdict(dict)
+        self.firsts: dict[str, float] = defaultdict(float)
+        self.rounds: dict[str, float] = defaultdict(float)
+        self.routes: dict[str, float] = defaultdict(float)
         for row in own:
-            self.seconds[row["method"]][row["category"]] = row["seconds_by_repeat"]
+            method, rounds = row["method"], mean(row["rounds_by_repeat"])
+            self.seconds[method][row["category"]] = row["seconds_by_repeat"]
+            self.firsts[method] += row["ttft"]["p50"]
+            self.rounds[method] += rounds
+            if method == ROUTER:
+                for arm, share in row["route_shares"].items():
+                    self.routes[f"arm-{arm}"] += share * rounds
         self.arms = [method for method in self.seconds if method.startswith("arm-")]
         self.groups = {category: [name for name in names if names[name] == category] for category in names.values()}
         self.groups["all"] = list(names)
@@ -83,6 +93,26 @@ class Comparison:
         arms = zip(*(self.speeds_by_turn(arm) for arm in self.arms), strict=True)
         return [mine / max(theirs) for mine, theirs in zip(self.speeds_by_turn(ROUTER), arms, strict=True)]
 
+    def causes(self) -> dict[str, float] | None:
+        """What the router's quotient to the best arm is made of; their product is it, by mean seconds of all prompts.
+
+        ``choice``: its rounds, had each cost what a round of that arm costs the arm alone. ``rounds``: what they did
+        cost, switches and what all drafters keep among it. ``prompts``: its seconds to the first tokens. None where an
+        arm that it chose was not measured.
+        """
+        if set(self.routes) - set(self.arms):
+            return None
+        spent = {method: sum(mean(own) for own in found.values()) for method, found in self.seconds.items()}
+        decoding = {method: spent[method] - self.firsts[method] for method in spent}
+        best = min(self.arms, key=lambda arm: spent[arm])
+        alone = sum(count * decoding[arm] / self.rounds[arm] for arm, count in self.routes.items())
+        prompts = self.firsts[best]
+        return {
+            "choice": spent[best] / (prompts + alone),
+            "rounds": (prompts + alone) / (prompts + decoding[ROUTER]),
+            "prompts": (prompts + decoding[ROUTER]) / spent[ROUTER],
+        }
+
     def table(self) -> Iterator[str]:
         """All of it, as Markdown."""
         yield f"| tokens/s | {' | '.join(self.groups)} | turns |"
@@ -94,6 +124,9 @@ class Comparison:
         yield f"| router over the best arm | {over} | {', '.join(f'{x:.2f}' for x in self.over_best_by_turn())} |"
         over = " | ".join(f"{self.over_best_arms(group):.2f}" for group in self.groups)
         yield f"| router over the best arm of every prompt | {over} | |"
+        if causes := self.causes():
+            parts = " x ".join(f"{name} {value:.3f}" for name, value in causes.items())
+            yield f"\nOver the best arm, by mean seconds: {parts} = {prod(causes.values()):.3f}"
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -139,7 +172,7 @@ def main() -> None:
                 sys.exit(f"{document}: {row['method']} has another text than plain in {row['category']}")
             if row["category"] == "all" and row["route_shares"]:
                 shares = ", ".join(f"{name} {share:.2f}" for name, share in row["route_shares"].items())
-                print(f"{row['method']}: {row['tokens_per_round']:.2f} tokens a round in the first turn; {shares}")
+                print(f"{row['method']}: {row['tokens_per_round']:.2f} tokens a round at first; of all rounds {shares}")
         print(f"\n{shape}\n", *Comparison(rows, names).table(), sep="\n")
 
 

@@ -137,6 +137,11 @@ def test_shares_of_rounds_and_routes():
     row = row_of([run], "mine", shares={("mine", 4): share, ("mine", 8): None})
     assert row.route_shares == {"eagle3": 0.75, "dflash": 0.25} and row.round_shares == share
     assert row_of([run_of("mine", 1.0, routes={})], "mine").route_shares is None
+    learned = run_of("mine", 1.0, routes={"dflash": 40}, repeat=1)
+    learned.groups["chat"]["generations"][0]["num_target_calls"] -= 1
+    row = row_of([run, learned], "mine")
+    assert row.route_shares == {"eagle3": 0.375, "dflash": 0.625}
+    assert row.rounds_by_repeat == [row.num_rounds, row.num_rounds - 1]
 
 
 # ---- whose turn it is

@@ -449,8 +449,11 @@ def test_a_router_is_compared_by_turn_by_category_and_by_prompt(tmp_path):
         "arm-b": ([3.0, 3.0, 3.0], [1.0, 1.0, 1.0]),
         "goodput": ([1.0, 1.0, 1.0], [3.0, 1.0, 1.0]),
     }
+    rounds = {"rounds_by_repeat": [10, 10, 10], "route_shares": None, "ttft": {"p50": 0.25}}
+    learned = {**rounds, "rounds_by_repeat": [8, 6, 7], "route_shares": {"a": 0.5, "b": 0.5}}
     rows = [
         {"method": method, "category": name, "num_tokens": 12, "seconds_by_repeat": turns}
+        | (learned if method == "goodput" else rounds)
         for method, both in seconds.items()
         for name, turns in zip(names, both, strict=True)
     ]
@@ -458,4 +461,10 @@ def test_a_router_is_compared_by_turn_by_category_and_by_prompt(tmp_path):
     assert found.speed("arm-a", "all") == 24 / 5 and found.speed("arm-b", "y") == 12
     assert found.over_best_arm("all") == 2 and found.over_best_arm("x") == 1 and found.over_best_arms("all") == 1
     assert found.over_best_by_turn() == [1, 2, 2]
-    assert len(list(found.table())) == 7
+    assert len(list(found.table())) == 8
+    causes = found.causes()
+    alone = 7 / 20 * (5 / 3 + 4 - 0.5) + 7 / 20 * (3 + 1 - 0.5)
+    assert causes["choice"] == pytest.approx(4 / (0.5 + alone)) and causes["prompts"] == pytest.approx(1)
+    assert causes["choice"] * causes["rounds"] == pytest.approx(4 / (1 + 5 / 3))
+    unmeasured = [row | {"route_shares": {"c": 1.0}} if row["route_shares"] else row for row in rows]
+    assert cpu_routing.Comparison(unmeasured, names).causes() is None

@@ -60,7 +60,9 @@ class Row:
         seconds_by_repeat: that of each.
         batch_size: most requests at a time.
         repeats: how many times all prompts were answered.
-        num_rounds: target calls that verified a draft (or, for `plain`, decoded a token).
+        num_rounds: target calls that verified a draft (or, for `plain`, decoded a token); of the first repeat, as all
+            counts are.
+        rounds_by_repeat: the same of each: a router that learns needs other ones the next time.
         tokens_per_call: tokens by target calls, the prompts' own among them.
         tokens_per_round: tokens by rounds, the prompts' own left out of both. Unlike the acceptance length it does not
             have what is accepted past the end of a text.
@@ -74,7 +76,7 @@ class Row:
         ttft: seconds from a request's arrival to its first output.
         tpot: seconds a token after the first output, of every request that has more.
         itl: seconds between two outputs of a request; one output may bring several tokens.
-        route_shares: part of the rounds that each drafter was routed to; None where nothing is routed.
+        route_shares: part of the rounds of all repeats that each drafter was routed to; None where nothing is routed.
         round_shares: of a round of this batch size, over all categories: parts `target`, `draft` and `rest`, and its
             `seconds`; None where it was not measured.
     """
@@ -93,6 +95,7 @@ class Row:
     batch_size: int
     repeats: int
     num_rounds: int
+    rounds_by_repeat: list[int]
     tokens_per_call: float | None
     tokens_per_round: float | None
     num_draft_tokens: int
@@ -146,7 +149,8 @@ def _rows_of(
         num_planned = sum(g.get("num_draft_tokens", 0) for g in generations)
         num_tokens = sum(len(g["token_ids"]) for g in generations)
         num_calls = sum(g["num_target_calls"] for g in generations)
-        num_rounds = num_calls - len(generations)
+        rounds = [sum(g["num_target_calls"] - 1 for g in _of(run, names, "generations")) for run in repeats]
+        num_rounds = rounds[0]
         speeds = [speed for run in repeats if (speed := _speed(run, names)) is not None]
         ratios = [
             mine / theirs for run, plain in pairs if (mine := _speed(run, names)) and (theirs := _speed(plain, names))
@@ -168,6 +172,7 @@ def _rows_of(
             batch_size=first.batch_size,
             repeats=len(repeats),
             num_rounds=num_rounds,
+            rounds_by_repeat=rounds,
             tokens_per_call=num_tokens / num_calls if num_calls else None,
             tokens_per_round=(num_tokens - len(generations)) / num_rounds if num_rounds else None,
             num_draft_tokens=num_planned,
@@ -183,7 +188,7 @@ def _rows_of(
                 if len(timing["times"]) > 1
             ),
             itl=percentiles(gap for t in timings for gap in (b - a for a, b in itertools.pairwise(t["times"]))),
-            route_shares=_route_shares([first.groups[name].get("routes", {}) for name in names]),
+            route_shares=_route_shares([run.groups[name].get("routes", {}) for run in repeats for name in names]),
             round_shares=shares,
         )
 
