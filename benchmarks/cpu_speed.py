@@ -27,6 +27,7 @@ from vllm_crossspec.drafters.identity import identify
 BFLOAT16 = {"dtype": "bfloat16"}
 DFLASH = {"method": "dflash", "model": "{pocket}/dflash"}
 DRAFT_MODEL = {"method": "draft_model", "model": "{pocket}/draft-model"}
+NGRAMS = "{pocket}/ngram/store.safetensors"
 CHAIN = {"tree": {"type": "chain"}}
 DYNAMIC = {"type": "dynamic", "depth": 8, "top_k": 2, "num_nodes": 12}
 DRAFT_MODEL_TREE = {"type": "dynamic", "depth": 10, "top_k": 2, "num_nodes": 14}
@@ -34,7 +35,13 @@ BEST_FIRST = {"type": "best_first", "num_nodes": 16}
 ARMS: dict[str, dict[str, Any]] = {
     "tree": {"type": "eagle3", "model": "{pocket}/eagle3", **BFLOAT16, "tree": DYNAMIC},
     "chain": {"of": "tree", "num_speculative_tokens": 4},
-    "dflash": {"model": "{pocket}/dflash", **BFLOAT16, "num_speculative_tokens": 7, "tree": {"num_nodes": 8}},
+    "dflash": {
+        "model": "{pocket}/dflash",
+        **BFLOAT16,
+        "num_speculative_tokens": 7,
+        "ngram": NGRAMS,
+        "tree": {"type": "continuity", "num_nodes": 8, "beam_width": 8, "top_k": 8},
+    },
     "suffix": {"tree": {"num_nodes": 8}},
     "plain": {"type": "nothing"},
 }
@@ -53,7 +60,7 @@ SPECS: dict[str, dict[str, Any]] = {
     "dart": {
         "method": "dart",
         "model": "{pocket}/dart",
-        "ngram": "{pocket}/ngram/store.safetensors",
+        "ngram": NGRAMS,
         **BFLOAT16,
         "tree": {"type": "continuity", "num_nodes": 16, "beam_width": 8, "top_k": 8},
     },

@@ -2,8 +2,9 @@
 
 What a drafter is expected to bring is what its drafts have been worth to all requests where the target was as certain
 (its entropy, nats), or of what it forecasts itself, if it looks its drafts up, as much as came true; and as many times
-of that as a request's own last rounds brought. A batch is decided as a whole: two drafters in one round cost both, so
-that a second one must be worth that to the requests that take it.
+of that as a request's own last rounds brought. Text is easy or hard for all drafters that do not look theirs up: what
+one of them shows of a request counts a little for the others. A batch is decided as a whole: two drafters in one round
+cost both, so that a second one must be worth that to the requests that take it.
 
 Shape legend: R requests of the batch, S slots, N drafters.
 """
@@ -27,8 +28,10 @@ PRIOR_ROUNDS = 4.0
 """Rounds, or forecast tokens, that count as much as what is expected without any."""
 PRIOR_AT_LEVEL = 8.0
 """Those at one level of certainty that count as much as those at all of them."""
-PRIOR_OWN = 12.0
-"""Draft tokens expected in a request's own rounds that count as much as what all requests have shown."""
+PRIOR_REQUEST = 8.0
+"""Draft tokens expected in a request's own rounds, by any drafter, that count as much as what all requests showed."""
+PRIOR_OWN = 24.0
+"""Those of one drafter that count as much as what all of them have shown of this request."""
 LEVELS = 4
 LEVEL_EDGES = (0.5, 1.5, 3.0)
 """Entropies, nats, at which the next level of certainty begins."""
@@ -46,7 +49,8 @@ UNCONDITIONAL = 1e6
 """A hope that makes any drafter the best that drafts at all."""
 
 _OWN_MEMORY, _ALL_MEMORY, _FADE = tl.constexpr(OWN_MEMORY), tl.constexpr(ALL_MEMORY), tl.constexpr(FADE)
-_PRIOR, _PRIOR_AT_LEVEL, _PRIOR_OWN = (tl.constexpr(x) for x in (PRIOR_ROUNDS, PRIOR_AT_LEVEL, PRIOR_OWN))
+_PRIOR, _PRIOR_AT_LEVEL = tl.constexpr(PRIOR_ROUNDS), tl.constexpr(PRIOR_AT_LEVEL)
+_PRIOR_REQUEST, _PRIOR_OWN = tl.constexpr(PRIOR_REQUEST), tl.constexpr(PRIOR_OWN)
 _LEVELS, (_EDGE_1, _EDGE_2, _EDGE_3) = tl.constexpr(LEVELS), (tl.constexpr(edge) for edge in LEVEL_EDGES)
 EXPECT_ROWS = 16
 _ROWS, _EXPECT_ROWS = tl.constexpr(64), tl.constexpr(EXPECT_ROWS)
@@ -164,6 +168,15 @@ def _expect_kernel(
     entropy = tl.where(decides, entropy, 0.0)
     tl.store(entropy_ptr + row, entropy, mask=inside)
     level = _level(entropy)
+    # How many times the drafts that were expected came, of all drafters that do not say how many will.
+    came = tl.full([_EXPECT_ROWS], _PRIOR_REQUEST, tl.float32)
+    awaited_then = tl.full([_EXPECT_ROWS], _PRIOR_REQUEST, tl.float32)
+    for drafter in tl.static_range(DRAFTERS):
+        counts = decides & (tl.load(forecasts_ptr + row * DRAFTERS + drafter, mask=decides, other=0.0) < 0.0)
+        own = own_ptr + (slot * DRAFTERS + drafter) * 2
+        came += tl.load(own, mask=counts, other=0.0)
+        awaited_then += tl.load(own + 1, mask=counts, other=0.0)
+    of_request = came / awaited_then
     for drafter in tl.static_range(DRAFTERS):
         forecast = tl.load(forecasts_ptr + row * DRAFTERS + drafter, mask=decides, other=-1.0)
         is_forecast = forecast >= 0.0
@@ -175,7 +188,8 @@ def _expect_kernel(
         rate = (tl.load(known) + mean * _PRIOR_AT_LEVEL) / (tl.load(known + 1) + _PRIOR_AT_LEVEL)
         awaited = measure * rate
         own = own_ptr + (slot * DRAFTERS + drafter) * 2
-        times = tl.load(own, mask=decides, other=0.0) + _PRIOR_OWN
+        usual = tl.where(is_forecast, 1.0, of_request)
+        times = tl.load(own, mask=decides, other=0.0) + _PRIOR_OWN * usual
         times = times / (tl.load(own + 1, mask=decides, other=0.0) + _PRIOR_OWN)
         out = expected_ptr + (row * DRAFTERS + drafter) * 3
         tl.store(out, 1.0 + awaited * times, mask=inside)

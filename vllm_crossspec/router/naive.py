@@ -14,6 +14,7 @@ from vllm_crossspec.router.experience import (
     OWN_MEMORY,
     PRIOR_AT_LEVEL,
     PRIOR_OWN,
+    PRIOR_REQUEST,
     PRIOR_ROUNDS,
 )
 
@@ -148,11 +149,17 @@ class Learned:
                 known[0] = kept * known[0] + sum(r.tokens - 1 for r in there)
                 known[1] = kept * known[1] + sum(r.measure for r in there)
 
-    def expected(self, slot: int, drafter: int, forecast: float, entropy: float = 0.0) -> float:
-        """Tokens of the next round of a request with a drafter."""
-        accepted, awaited = self.own[slot][drafter] if slot in self.own else (0.0, 0.0)
-        of_all = self.of_all(drafter, forecast, entropy)[1]
-        return 1 + of_all * (accepted + PRIOR_OWN) / (awaited + PRIOR_OWN)
+    def expected(self, slot: int, forecasts: list[float], entropy: float = 0.0) -> list[float]:
+        """Tokens of the next round of a request with each drafter; ``forecasts`` [N], negative for none."""
+        own = self.own.get(slot, [[0.0, 0.0] for _ in self.priors])
+        unsaid = [counts for counts, forecast in zip(own, forecasts, strict=True) if forecast < 0]
+        came, expected = (PRIOR_REQUEST + sum(counts[i] for counts in unsaid) for i in (0, 1))
+        found = []
+        for drafter, ((accepted, awaited), forecast) in enumerate(zip(own, forecasts, strict=True)):
+            usual = came / expected if forecast < 0 else 1.0
+            times = (accepted + PRIOR_OWN * usual) / (awaited + PRIOR_OWN)
+            found.append(1 + self.of_all(drafter, forecast, entropy)[1] * times)
+        return found
 
     def hope(self, drafter: int, hope: float) -> float:
         """How many times the accepted drafts that are expected of a drafter may come, for one that is to be tried."""

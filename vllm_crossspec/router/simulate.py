@@ -181,9 +181,7 @@ def by_experience(
         while at < end:
             num_rounds += 1
             probe, hope = probe_of(num_rounds, tried)
-            expected = [
-                [learned.expected(text, drafter, said[at][drafter], uncertain[at]) for drafter in range(num_drafters)]
-            ]
+            expected = [learned.expected(text, said[at], uncertain[at])]
             hope = learned.hope(max(probe, 0), hope)
             before = route_by_experience(expected, tables, owners, [before], singles, probe, hope, 1)[0]
             routes[at] = before
