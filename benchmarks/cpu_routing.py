@@ -64,7 +64,8 @@ class Comparison:
             self.rounds[method] += rounds
             if method == ROUTER:
                 for arm, share in row["route_shares"].items():
-                    self.routes[f"arm-{arm}"] += share * rounds
+                    if share:
+                        self.routes[f"arm-{arm}"] += share * rounds
         self.arms = [method for method in self.seconds if method.startswith("arm-")]
         self.groups = {category: [name for name in names if names[name] == category] for category in names.values()}
         self.groups["all"] = list(names)

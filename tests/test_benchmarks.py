@@ -450,7 +450,7 @@ def test_a_router_is_compared_by_turn_by_category_and_by_prompt(tmp_path):
         "goodput": ([1.0, 1.0, 1.0], [3.0, 1.0, 1.0]),
     }
     rounds = {"rounds_by_repeat": [10, 10, 10], "route_shares": None, "ttft": {"p50": 0.25}}
-    learned = {**rounds, "rounds_by_repeat": [8, 6, 7], "route_shares": {"a": 0.5, "b": 0.5}}
+    learned = {**rounds, "rounds_by_repeat": [8, 6, 7], "route_shares": {"a": 0.5, "b": 0.5, "c": 0.0}}
     rows = [
         {"method": method, "category": name, "num_tokens": 12, "seconds_by_repeat": turns}
         | (learned if method == "goodput" else rounds)
