@@ -9,6 +9,7 @@ from vllm_crossspec.arrays import ranges
 from vllm_crossspec.catchup.backlog import Backlog, StepRows
 from vllm_crossspec.catchup.kernels import accepted_lengths, join_rows, locate
 from vllm_crossspec.catchup.naive import accepted_lengths_naive, join_rows_naive, locate_naive
+from vllm_crossspec.catchup.unfused import MAX_ROWS, Unfused
 
 POISON = -7777
 
@@ -30,14 +31,27 @@ def test_ranges():
 
 
 class Model:
-    """One drafter's cache as a dictionary, and the features as (slot, position) pairs, under a random schedule."""
+    """One drafter's cache as a dictionary, and the features as (slot, position) pairs, under a random schedule.
 
-    def __init__(self, capacity, num_slots=4, seed=0):
+    The drafter taps two of three layers, and its fuse adds one. With ``waits`` few rows wait to be fused.
+    """
+
+    def __init__(self, capacity, num_slots=4, seed=0, waits=False):
         self.rng = np.random.default_rng(seed)
+        self.num_fuses = 0
         self.backlog = Backlog(num_slots, capacity, 2, torch.float64, torch.device("cpu"))
         self.computed = np.zeros(num_slots, dtype=np.int64)
         self.cache = [{} for _ in range(num_slots)]
         self.num_written = 0
+        self.unfused = Unfused(self.fuse, [0, 2], self.backlog.features) if waits else None
+
+    def fuse(self, states):
+        self.num_fuses += 1
+        return states + 1
+
+    def settle(self):
+        if self.unfused is not None:
+            self.unfused.settle()
 
     def write(self, tokens, features):
         for slot, position, row in zip(*map(list, tokens), strict=True):
@@ -48,17 +62,28 @@ class Model:
     def catch_up(self, slots, ends):
         tokens = self.backlog.missed(slots, ends)
         self.backlog.cached[slots] = np.maximum(self.backlog.cached[slots], ends)
+        if len(tokens.slots):
+            self.settle()
         self.write(tokens, self.backlog.features)
 
     def step(self, slots, counts, certain, accepted):
         """Rows of a step come in; ``accepted`` of each request's rows turn out to be right."""
         backlog = self.backlog
         rows = step_rows(slots, self.computed[slots], counts, certain)
-        values = [(slot, s + i) for slot, s, n in zip(slots, rows.starts, counts, strict=True) for i in range(n)]
+        sizes = zip(slots, rows.starts, counts, accepted, strict=True)
+        values = [(slot, s + i) if i < right else (POISON, POISON) for slot, s, n, right in sizes for i in range(n)]
         features = torch.tensor(values, dtype=torch.float64).reshape(-1, 2)
         crowded = backlog.crowded(rows)
         self.catch_up(rows.slots[crowded], rows.starts[crowded])
-        written = np.where(backlog.oversized(rows), rows.certain - 1, 0)
+        long = backlog.oversized(rows)
+        if self.unfused is not None and len(features) <= MAX_ROWS and not long.any():
+            padded = torch.nn.functional.pad(features - 1, (0, 0, 2, 1))  # rows of the step that nobody is to see
+            states = [padded[:, :1], torch.full_like(padded[:, :1], POISON), padded[:, 1:]]
+            self.unfused.add(states, np.arange(len(features)) + 2, backlog.place(rows))
+            self.computed[slots] += accepted
+            return
+        self.settle()
+        written = np.where(long, rows.certain - 1, 0)
         for slot, start, first, count in zip(rows.slots, rows.starts, rows.firsts, written, strict=True):
             for i in range(count):
                 self.cache[slot][start + i] = tuple(features[first + i].tolist())
@@ -75,13 +100,16 @@ class Model:
         assert self.cache[slot] == {p: (slot, p) for p in range(cached)}
         rest = self.backlog.missed(np.array([slot]), np.array([computed]))
         assert rest.positions.tolist() == list(range(cached, computed))
+        if len(rest.rows):
+            self.settle()
         found = self.backlog.features[torch.from_numpy(rest.rows)]
         assert found.tolist() == [[slot, p] for p in rest.positions]
 
 
+@pytest.mark.parametrize("waits", [False, True])
 @pytest.mark.parametrize("capacity", [6, 17, 300])
-def test_random_schedules(capacity):
-    depth, model = 5, Model(capacity, seed=capacity)
+def test_random_schedules(capacity, waits):
+    depth, model = 5, Model(capacity, seed=capacity, waits=waits)
     rng = model.rng
     for _ in range(400):
         slots = np.flatnonzero(rng.random(4) < 0.7)
@@ -92,18 +120,45 @@ def test_random_schedules(capacity):
         certain = np.where(prompt, rng.integers(1, 40, len(slots)), 1)
         accepted = certain + rng.integers(0, drafted + 1)
         model.step(slots, certain + drafted, certain, accepted)
-        for slot in slots:
+        for slot in slots if rng.random() < 0.3 else ():  # which settles what waits
             model.check(slot)
         chosen = slots[rng.random(len(slots)) < 0.3]
         model.catch_up(chosen, model.computed[chosen] - 1)
         for slot in chosen:  # the round itself writes the last token
             last = model.computed[slot] - 1
+            model.settle()
             row = model.backlog.rows_at(np.array([slot]), np.array([last]))[0]
             model.cache[slot][last] = tuple(model.backlog.features[row].tolist())
             model.backlog.cached[slot] += 1
             model.check(slot)
         for slot in np.flatnonzero(rng.random(4) < 0.02):  # another request takes the slot
             model.cache[slot], model.computed[slot], model.backlog.cached[slot] = {}, 0, 0
+
+
+def test_rounds_of_others_cost_one_fuse_together():
+    model, slots = Model(300, waits=True), np.array([0, 2])
+    for _ in range(10):
+        model.step(slots, np.array([4, 4]), np.array([1, 1]), np.array([2, 1]))
+    assert model.num_fuses == 1 and model.unfused.num_rows == 16  # eight steps of eight rows had room
+    model.catch_up(slots, model.computed[slots])
+    assert model.num_fuses == 2 and model.num_written == 30 and model.unfused.num_rows == 0
+    for slot in slots:
+        model.check(slot)
+
+
+def test_a_rejected_draft_that_is_kept_for_the_accepted_token_is_seen(monkeypatch):
+    unique = np.unique
+
+    def first_of_each(from_the_end, **options):
+        places, firsts = unique(from_the_end[::-1], **options)
+        return places, len(from_the_end) - 1 - firsts
+
+    model = Model(300, waits=True)
+    monkeypatch.setattr(np, "unique", first_of_each)
+    for _ in range(2):
+        model.step(np.array([1]), np.array([4]), np.array([1]), np.array([2]))
+    with pytest.raises(AssertionError):
+        model.check(1)
 
 
 def test_a_wrong_offset_is_seen():

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from vllm.config import VllmConfig
 from vllm.config.compilation import CUDAGraphMode
 from vllm.logger import init_logger
@@ -15,8 +16,8 @@ from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_crossspec.arrays import Array, ranges
 from vllm_crossspec.catchup.backlog import NO_SLOT, Backlog, StepRows, Tokens
-from vllm_crossspec.catchup.kernels import accepted_lengths, join_rows
-from vllm_crossspec.catchup.naive import join_rows_naive
+from vllm_crossspec.catchup.kernels import accepted_lengths
+from vllm_crossspec.catchup.unfused import MAX_ROWS, Unfused, joined
 from vllm_crossspec.engine.graphs.context import ContextGraphs
 from vllm_crossspec.engine.proposers.base import empty_tree
 from vllm_crossspec.engine.proposers.stateless import CachelessProposer
@@ -27,7 +28,6 @@ from vllm_crossspec.host_copy import HostCopy
 from vllm_crossspec.metrics.routing import RoutingCounters
 from vllm_crossspec.metrics.stages import StageClock
 from vllm_crossspec.router.drift import RoundTimer
-from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.types import NO_DRAFTS, StepInputs
 
 logger = init_logger("vllm.crossspec")
@@ -42,19 +42,6 @@ MAX_TOKENS_AT_ONCE = 4096
 """Tokens of one catch-up; more are taken in by parts, for what all requests may have missed together is a lot."""
 
 
-def joined(states: list[torch.Tensor], taps: list[int], rows: torch.Tensor | None = None) -> torch.Tensor:
-    """[n, taps * H] of the states [T, H] that a drafter taps; width 0 where it taps none.
-
-    ``rows`` are int64 [n]; None for all, in their order.
-    """
-    own = [states[i] for i in taps]
-    if not own:
-        return states[0][: None if rows is None else len(rows), :0]
-    if rows is None:
-        return torch.cat(own, dim=-1)
-    return join_rows(own, rows) if runs_kernels() else join_rows_naive(own, rows)
-
-
 class RoutedSpeculator(Speculator):
     """One drafter drafts for a request in a round, whichever the router chose; the others keep what they miss.
 
@@ -63,7 +50,8 @@ class RoutedSpeculator(Speculator):
     in the prefix cache. The drafter of a round starts from the last accepted token alone: one row a request.
 
     The round waits for the device once: the routes and the accepted lengths come to the host in one copy
-    (``HostCopy``), while the device fuses and stores the step's features.
+    (``HostCopy``), while the device fuses and stores the step's features. A CPU has nothing to do meanwhile, so it
+    fuses later and many rows at once (``catchup.unfused``).
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
@@ -96,6 +84,7 @@ class RoutedSpeculator(Speculator):
         self.keeps_prefixes = bool(vllm_config.cache_config.enable_prefix_caching)
         self._shares_prefix = False
         self.context_graphs: dict[str, ContextGraphs] = {}
+        self.unfused: dict[str, Unfused] = {}
         self._alone: str | None = None
         self._is_first_dummy = True
         self.timer: RoundTimer | None = None
@@ -112,6 +101,13 @@ class RoutedSpeculator(Speculator):
             settings.router.max_backlog,
             num_bytes / num_slots / 2**20,
         )
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """See the base class; on a CPU what drafters miss is fused by many rows at once."""
+        super().load_model(target_model)
+        if self.device.type == "cpu":
+            for name, backlog in self.backlogs.items():
+                self.unfused[name] = Unfused(self.proposers[name].fuse, self.tap_indices[name], backlog.features)
 
     # -- CUDA graphs ------------------------------------------------------------------------------------------
 
@@ -245,18 +241,26 @@ class RoutedSpeculator(Speculator):
                 forecasts[:, number] = forecast
 
     def _store(self, step: StepInputs, slots: Array) -> None:
-        """Fuse the target states of every token that may have been accepted, and put them into the buffers."""
+        """Fuse the target states of every token that may have been accepted, and put them into the buffers.
+
+        Few rows may wait with it (``catchup.unfused``).
+        """
         batch = step.batch
         packed, rows = self._step_rows(batch, slots)
         everything = len(packed) == batch.num_tokens
         index = None if everything else async_tensor_h2d(packed, device=self.device)
         states = [s[: batch.num_tokens] for s in step.tapped_hidden_states or [step.last_hidden_states]]
         for name, backlog in self.backlogs.items():
-            features = self.proposers[name].fuse(joined(states, self.tap_indices[name], index))
             crowded = backlog.crowded(rows)
             if crowded.any():
                 self._catch_up(name, rows.slots[crowded], rows.starts[crowded])
-            stored, long = rows, backlog.oversized(rows)
+            long = backlog.oversized(rows)
+            if name in self.unfused and len(packed) <= MAX_ROWS and not long.any():
+                self.unfused[name].add(states, packed, backlog.place(rows))
+                continue
+            self._settle(name)
+            features = self.proposers[name].fuse(joined(states, self.tap_indices[name], index))
+            stored = rows
             if long.any():
                 written = np.where(long, rows.certain - 1, 0)
                 self._write_prompts(name, features, rows, written)
@@ -265,6 +269,11 @@ class RoutedSpeculator(Speculator):
                 features = features.index_select(0, kept)
             places = async_tensor_h2d(backlog.place(stored), device=self.device)
             backlog.features.index_copy_(0, places, features)
+
+    def _settle(self, name: str) -> None:
+        """What waits to be fused for a drafter is in its buffer now."""
+        if name in self.unfused:
+            self.unfused[name].settle()
 
     def _step_rows(self, batch: Any, slots: Array) -> tuple[Array, StepRows]:
         """Which of the step's rows may hold accepted tokens: int64 [n] rows, and the same by request.
@@ -332,6 +341,7 @@ class RoutedSpeculator(Speculator):
         if not len(tokens.slots):
             return
         backlog.cached[slots] = np.maximum(backlog.cached[slots], ends)
+        self._settle(name)
         self._write(name, backlog.features, tokens)
 
     def _write(self, name: str, features: torch.Tensor, tokens: Tokens) -> None:
@@ -368,6 +378,7 @@ class RoutedSpeculator(Speculator):
         features = self._no_features[: len(rows)]
         if backlog is not None:
             backlog.cached[own] = ends
+            self._settle(self.owners[name])
             features = backlog.features.index_select(0, packed.kept)
         batch = self.one_row.batch(step.batch, rows, ends, packed)
         self.block_tables.gather_block_tables(batch.idx_mapping, num_reqs_padded=len(rows))
