@@ -117,12 +117,19 @@ struct Product {
         for (long block = 0; block < blocks; block++) {
             const long first = first_row(block), count = rows(block);
             float *out = turned + first * k + from * count;
-            for (long begin = from; begin < to; begin += lanes)  // rows may be powers of two apart
+            for (long begin = from; begin < to; begin += lanes) {
+                const long width = std::min(lanes, to - begin);
+                float some[most_rows][lanes];  // all rows' lines are asked for before one is needed
                 for (long row = 0; row < count; row++) {
-                    const float *own = x + (first + row) * k;
-                    for (long column = begin; column < std::min(to, begin + lanes); column++)
-                        out[(column - from) * count + row] = own[column];
+                    const float *own = x + (first + row) * k + begin;
+                    if (width == lanes)
+                        std::memcpy(some[row], own, sizeof some[row]);
+                    else
+                        std::copy_n(own, width, some[row]);
                 }
+                for (long column = 0; column < width; column++)
+                    for (long row = 0; row < count; row++) *out++ = some[row][column];
+            }
         }
     }
 
