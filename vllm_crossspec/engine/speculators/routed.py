@@ -146,14 +146,18 @@ class RoutedSpeculator(Speculator):
         self._shares_prefix |= any(num_computed)
 
     def remove_requests(self, slots: list[int]) -> None:
-        """See the base class; what drafters still have to take in of those that leave together goes in together."""
+        """See the base class; what drafters still have to take in of those that leave together goes in together.
+
+        Others find whole blocks in the prefix cache, so that nobody reads what lies beyond a request's last one.
+        """
         super().remove_requests(slots)
         leaving = np.array([slot for slot in slots if self.live[slot]], dtype=np.int64)
         if not len(leaving):
             return
         if self.keeps_prefixes:
+            computed, block_size = self.computed[leaving], min(self.block_tables.block_sizes)
             for name in self.backlogs:
-                self._catch_up(name, leaving, self.computed[leaving])
+                self._catch_up(name, leaving, computed - computed % block_size)
         self.live[leaving] = False
 
     # -- the round --------------------------------------------------------------------------------------------
