@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 from vllm.config import VllmConfig, replace
+from vllm.logger import init_logger
 from vllm.model_executor.models.qwen3_dflash import dflash_has_any_non_causal
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator, prepare_dflash_inputs
 
@@ -17,6 +18,8 @@ from vllm_crossspec.engine.vllm_api.speculative import without_schedule
 from vllm_crossspec.engine.weights import load_drafter
 from vllm_crossspec.types import Candidates, StepInputs
 
+logger = init_logger("vllm.crossspec")
+
 
 class DFlashProposer(HeadSampling, DFlashSpeculator, Proposer):
     """K tokens in one non-causal forward over [last token, K masks]; the context is K/V of target states."""
@@ -24,6 +27,16 @@ class DFlashProposer(HeadSampling, DFlashSpeculator, Proposer):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
         super().__init__(vllm_config, device, name, drafts)
         self.vllm_config = without_schedule(self.vllm_config)
+        trained = getattr(self.draft_model_config.hf_config, "block_size", self.num_query_per_req)
+        if trained != self.num_query_per_req:
+            logger.warning(
+                "crossspec: drafter %s drafts in blocks of %d and was trained on blocks of %d, whose masks see one "
+                'another: it may accept much less; "num_speculative_tokens": %d is what it was trained for',
+                name,
+                self.num_query_per_req,
+                trained,
+                trained - 1,
+            )
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The drafter's model, under a layer prefix of its own, with an attention that need not be causal."""
