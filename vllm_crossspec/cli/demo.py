@@ -23,6 +23,7 @@ TREE = {"tree": {"type": "dynamic", "depth": 8, "top_k": 10, "num_nodes": 60}}
 EAGLE3 = {"method": "eagle3", "model": "{pocket}/eagle3"}
 EAGLE3_LONGER = {"method": "eagle3", "model": "{pocket}/eagle3-longer"}
 DFLASH = {"method": "dflash", "model": "{pocket}/dflash", "num_speculative_tokens": 7}
+DFLASH_LONGER = {"method": "dflash", "model": "{pocket}/dflash-longer", "num_speculative_tokens": 15}
 DART = {"method": "dart", "model": "{pocket}/dart"}
 CONFU = {"method": "confu", "model": "{pocket}/confu"}
 DRAFT_MODEL = "{pocket}/draft-model"
@@ -62,6 +63,9 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "dart": {**DART, **NGRAM},
     "dart-nongram": DART,
     "dflash-continuity": {**DFLASH, "tree": {"type": "continuity"}, **NGRAM},
+    # Three layers, blocks of 16, more training.
+    "dflash-longer-tree": {**DFLASH_LONGER, "tree": {"type": "best_first", "num_nodes": 60}},
+    "dflash-longer-continuity": {**DFLASH_LONGER, "tree": {"type": "continuity"}, **NGRAM},
     # A small language model of its own, with its whole output layer and with clusters of it; and those for EAGLE-3.
     "draft-model": {"method": "draft_model", "model": DRAFT_MODEL, **CHAIN},
     "draft-model-tree": {"method": "draft_model", "model": DRAFT_MODEL, **TREE},
