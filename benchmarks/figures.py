@@ -74,9 +74,7 @@ def draw_acceptance(plt: Any, methods: list[Method], file: Path) -> None:
     axes.set_ylim(-0.6, len(methods) - 0.4)
     axes.set_xlim(left=0)
     axes.set_xlabel("tokens a round, the target's own included")
-    axes.set_title(
-        "Acceptance length of the pocket models: 24 prompts, greedy. No time was measured.", fontsize=9
-    )
+    axes.set_title("Acceptance length of the pocket models: 24 prompts, greedy. No time was measured.", fontsize=9)
     kinds = [plt.Rectangle((0, 0), 1, 1, color=colour, alpha=0.75) for colour in COLOURS.values()]
     marks = [plt.Line2D([], [], color="#222222", marker=mark, linestyle="", markersize=3.2) for mark in MARKS.values()]
     names = ["one chain", "one tree", "whiflash: smaller trees", "no drafts", *CATEGORIES]
