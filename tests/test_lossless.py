@@ -92,3 +92,17 @@ def test_our_counters_say_who_drafted():
 def test_plain_and_native_engines_have_no_counters_of_ours():
     assert results("plain").stats is None
     assert results("native eagle3").stats is None
+
+
+@pytest.mark.parametrize("num_tokens", [3, engines.K])
+def test_a_dflash_in_other_blocks_than_it_learned_is_spoken_of(num_tokens, monkeypatch):
+    said = []
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setattr(
+        "vllm_crossspec.engine.proposers.dflash.logger.warning", lambda text, *values: said.append(text % values)
+    )
+    spec = engines.ours("dflash", engines.DFLASH) | {"num_speculative_tokens": num_tokens}
+    with engines.engine(spec, distributed_executor_backend="uni") as llm:
+        assert engines.generate(llm, engines.prompts(2), max_tokens=8)
+    told = ["drafts in blocks of 4 and was trained on blocks of 8" in line for line in said]
+    assert told == ([True] if num_tokens == 3 else [])

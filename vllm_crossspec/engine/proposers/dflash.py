@@ -21,6 +21,19 @@ from vllm_crossspec.types import Candidates, StepInputs
 logger = init_logger("vllm.crossspec")
 
 
+def warn_of_other_blocks(name: str, drafted: int, trained: int) -> None:
+    """Say so where a drafter is asked for blocks of another length than it learned: vLLM takes them without a word."""
+    if drafted != trained:
+        logger.warning(
+            "crossspec: drafter %s drafts in blocks of %d and was trained on blocks of %d, whose masks see each other: "
+            'it may accept much less; "num_speculative_tokens": %d is what it was trained for',
+            name,
+            drafted,
+            trained,
+            trained - 1,
+        )
+
+
 class DFlashProposer(HeadSampling, DFlashSpeculator, Proposer):
     """K tokens in one non-causal forward over [last token, K masks]; the context is K/V of target states."""
 
@@ -28,15 +41,7 @@ class DFlashProposer(HeadSampling, DFlashSpeculator, Proposer):
         super().__init__(vllm_config, device, name, drafts)
         self.vllm_config = without_schedule(self.vllm_config)
         trained = getattr(self.draft_model_config.hf_config, "block_size", self.num_query_per_req)
-        if trained != self.num_query_per_req:
-            logger.warning(
-                "crossspec: drafter %s drafts in blocks of %d and was trained on blocks of %d, whose masks see one "
-                'another: it may accept much less; "num_speculative_tokens": %d is what it was trained for',
-                name,
-                self.num_query_per_req,
-                trained,
-                trained - 1,
-            )
+        warn_of_other_blocks(name, drafted=self.num_query_per_req, trained=trained)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The drafter's model, under a layer prefix of its own, with an attention that need not be causal."""
