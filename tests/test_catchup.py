@@ -6,10 +6,11 @@ import torch
 from hopper import compile_in_subprocess
 
 from vllm_crossspec.arrays import ranges
+from vllm_crossspec.catchup import unfused
 from vllm_crossspec.catchup.backlog import Backlog, StepRows
 from vllm_crossspec.catchup.kernels import accepted_lengths, join_rows, locate
 from vllm_crossspec.catchup.naive import accepted_lengths_naive, join_rows_naive, locate_naive
-from vllm_crossspec.catchup.unfused import MAX_ROWS, Unfused
+from vllm_crossspec.catchup.unfused import Unfused
 
 POISON = -7777
 
@@ -33,7 +34,7 @@ def test_ranges():
 class Model:
     """One drafter's cache as a dictionary, and the features as (slot, position) pairs, under a random schedule.
 
-    The drafter taps two of three layers, and its fuse adds one. With ``waits`` few rows wait to be fused.
+    The drafter taps two of three layers, and its fuse adds one. With ``waits`` rows wait to be fused.
     """
 
     def __init__(self, capacity, num_slots=4, seed=0, waits=False):
@@ -43,15 +44,15 @@ class Model:
         self.computed = np.zeros(num_slots, dtype=np.int64)
         self.cache = [{} for _ in range(num_slots)]
         self.num_written = 0
-        self.unfused = Unfused(self.fuse, [0, 2], self.backlog.features) if waits else None
+        self.unfused = Unfused(self.fuse, [0, 2], self.backlog.features, capacity) if waits else None
 
     def fuse(self, states):
         self.num_fuses += 1
         return states + 1
 
-    def settle(self):
+    def settle(self, slots=None):
         if self.unfused is not None:
-            self.unfused.settle()
+            self.unfused.settle(slots)
 
     def write(self, tokens, features):
         for slot, position, row in zip(*map(list, tokens), strict=True):
@@ -63,7 +64,7 @@ class Model:
         tokens = self.backlog.missed(slots, ends)
         self.backlog.cached[slots] = np.maximum(self.backlog.cached[slots], ends)
         if len(tokens.slots):
-            self.settle()
+            self.settle(slots)
         self.write(tokens, self.backlog.features)
 
     def step(self, slots, counts, certain, accepted):
@@ -76,7 +77,7 @@ class Model:
         crowded = backlog.crowded(rows)
         self.catch_up(rows.slots[crowded], rows.starts[crowded])
         long = backlog.oversized(rows)
-        if self.unfused is not None and len(features) <= MAX_ROWS and not long.any():
+        if self.unfused is not None and len(features) <= unfused.MAX_ROWS and not long.any():
             padded = torch.nn.functional.pad(features - 1, (0, 0, 2, 1))  # rows of the step that nobody is to see
             states = [padded[:, :1], torch.full_like(padded[:, :1], POISON), padded[:, 1:]]
             self.unfused.add(states, np.arange(len(features)) + 2, backlog.place(rows))
@@ -101,7 +102,7 @@ class Model:
         rest = self.backlog.missed(np.array([slot]), np.array([computed]))
         assert rest.positions.tolist() == list(range(cached, computed))
         if len(rest.rows):
-            self.settle()
+            self.settle(np.array([slot]))
         found = self.backlog.features[torch.from_numpy(rest.rows)]
         assert found.tolist() == [[slot, p] for p in rest.positions]
 
@@ -126,16 +127,20 @@ def test_random_schedules(capacity, waits):
         model.catch_up(chosen, model.computed[chosen] - 1)
         for slot in chosen:  # the round itself writes the last token
             last = model.computed[slot] - 1
-            model.settle()
+            model.settle(np.array([slot]))
             row = model.backlog.rows_at(np.array([slot]), np.array([last]))[0]
             model.cache[slot][last] = tuple(model.backlog.features[row].tolist())
             model.backlog.cached[slot] += 1
             model.check(slot)
-        for slot in np.flatnonzero(rng.random(4) < 0.02):  # another request takes the slot
+        leaving = np.flatnonzero(rng.random(4) < 0.02)
+        if waits:
+            model.unfused.forget(leaving)
+        for slot in leaving:  # another request takes the slot
             model.cache[slot], model.computed[slot], model.backlog.cached[slot] = {}, 0, 0
 
 
-def test_rounds_of_others_cost_one_fuse_together():
+def test_rounds_of_others_cost_one_fuse_together(monkeypatch):
+    monkeypatch.setattr(unfused, "MAX_ROWS", 64)
     model, slots = Model(300, waits=True), np.array([0, 2])
     for _ in range(10):
         model.step(slots, np.array([4, 4]), np.array([1, 1]), np.array([2, 1]))
@@ -144,6 +149,18 @@ def test_rounds_of_others_cost_one_fuse_together():
     assert model.num_fuses == 2 and model.num_written == 30 and model.unfused.num_rows == 0
     for slot in slots:
         model.check(slot)
+
+
+def test_what_nobody_drafts_for_is_never_fused():
+    model, slots = Model(300, waits=True), np.array([0, 1, 2])
+    prompts = np.array([100, 40, 7])
+    model.step(slots, prompts, prompts, prompts)
+    model.unfused.forget(np.array([0]))
+    model.catch_up(np.array([1]), model.computed[[1]])
+    assert model.num_fuses == 1 and model.num_written == 40 and model.unfused.num_rows == 7
+    model.check(1)
+    model.check(2)  # whose turn comes later
+    assert model.num_fuses == 2 and not model.backlog.features[:300].any()  # of request 0 nothing was
 
 
 def test_a_rejected_draft_that_is_kept_for_the_accepted_token_is_seen(monkeypatch):

@@ -1,7 +1,8 @@
-"""Target states of a few rounds that wait to be fused for one drafter, so that a round in which others draft is short.
+"""Target states that wait to be fused for one drafter, so that a round in which others draft is short.
 
 On a CPU a fuse of few rows takes as long as its weights take to be read, and of many no longer: half a millisecond a
-drafter and round at hidden size 1024. On a GPU it hides behind the round's one wait instead (``speculators.routed``).
+drafter and round at hidden size 1024. And a prompt that nobody drafts for is never fused. On a GPU it hides behind the
+round's one wait instead (``speculators.routed``).
 """
 
 from collections.abc import Callable
@@ -15,8 +16,8 @@ from vllm_crossspec.catchup.kernels import join_rows
 from vllm_crossspec.catchup.naive import join_rows_naive
 from vllm_crossspec.twins import runs_kernels
 
-MAX_ROWS = 64
-"""Most rows that wait: what a product takes at the cost of reading its weights."""
+MAX_ROWS = 1024
+"""Most rows that wait: for the memory that their steps' states take."""
 
 
 def joined(states: list[torch.Tensor], taps: list[int], rows: torch.Tensor | None = None) -> torch.Tensor:
@@ -47,10 +48,13 @@ class Unfused:
         fuse: from [n, taps * H] to the drafter's features [n, F].
         taps: which of a step's states the drafter taps.
         features: the buffer in whose rows the features belong.
+        capacity: rows of the buffer that a request has.
     """
 
-    def __init__(self, fuse: Callable[[torch.Tensor], torch.Tensor], taps: list[int], features: torch.Tensor):
-        self.fuse, self.taps, self.features = fuse, taps, features
+    def __init__(
+        self, fuse: Callable[[torch.Tensor], torch.Tensor], taps: list[int], features: torch.Tensor, capacity: int
+    ):
+        self.fuse, self.taps, self.features, self.capacity = fuse, taps, features, capacity
         self._waiting: list[_Waiting] = []
 
     @property
@@ -70,12 +74,19 @@ class Unfused:
             self.settle()
         self._waiting.append(_Waiting([states[i] for i in self.taps] or states[:1], rows, places))
 
+    def forget(self, slots: Array) -> None:
+        """Let go of all rows of some requests (int64 [k]), unfused."""
+        self._take(slots)
+
     @torch.inference_mode()
-    def settle(self) -> None:
-        """Fuse what waits. Of two rows for one place the later holds: the earlier was a draft that was rejected."""
-        if not self._waiting:
+    def settle(self, slots: Array | None = None) -> None:
+        """Fuse what waits of some requests (int64 [k]; None: of all), whatever rows they are.
+
+        Of two rows for one place the later holds: the earlier was a draft that was rejected.
+        """
+        steps = self._take(slots)
+        if not steps:
             return
-        steps, self._waiting = self._waiting, []
         places = np.concatenate([step.places for step in steps])
         places, from_end = np.unique(places[::-1], return_index=True)
         states = steps[0].states
@@ -87,3 +98,16 @@ class Unfused:
         packed = np.stack((rows[len(rows) - 1 - from_end], places))
         on_device = torch.from_numpy(packed).to(self.features.device)
         self.features.index_copy_(0, on_device[1], self.fuse(joined(states, [*range(len(self.taps))], on_device[0])))
+
+    def _take(self, slots: Array | None) -> list[_Waiting]:
+        """What waits of some requests, which does not any longer."""
+        steps, self._waiting = self._waiting, []
+        if slots is None:
+            return steps
+        taken = []
+        for step in steps:
+            wanted = np.isin(step.places // self.capacity, slots)
+            for found, where in ((taken, wanted), (self._waiting, ~wanted)):
+                if where.any():
+                    found.append(_Waiting(step.states, step.rows[where], step.places[where]))
+        return taken

@@ -107,7 +107,8 @@ class RoutedSpeculator(Speculator):
         super().load_model(target_model)
         if self.device.type == "cpu":
             for name, backlog in self.backlogs.items():
-                self.unfused[name] = Unfused(self.proposers[name].fuse, self.tap_indices[name], backlog.features)
+                fuse, taps = self.proposers[name].fuse, self.tap_indices[name]
+                self.unfused[name] = Unfused(fuse, taps, backlog.features, backlog.capacity)
 
     # -- CUDA graphs ------------------------------------------------------------------------------------------
 
@@ -158,6 +159,8 @@ class RoutedSpeculator(Speculator):
             computed, block_size = self.computed[leaving], min(self.block_tables.block_sizes)
             for name in self.backlogs:
                 self._catch_up(name, leaving, computed - computed % block_size)
+        for unfused in self.unfused.values():
+            unfused.forget(leaving)
         self.live[leaving] = False
 
     # -- the round --------------------------------------------------------------------------------------------
@@ -247,7 +250,7 @@ class RoutedSpeculator(Speculator):
     def _store(self, step: StepInputs, slots: Array) -> None:
         """Fuse the target states of every token that may have been accepted, and put them into the buffers.
 
-        Few rows may wait with it (``catchup.unfused``).
+        On a CPU they may wait with it (``catchup.unfused``).
         """
         batch = step.batch
         packed, rows = self._step_rows(batch, slots)
@@ -274,10 +277,10 @@ class RoutedSpeculator(Speculator):
             places = async_tensor_h2d(backlog.place(stored), device=self.device)
             backlog.features.index_copy_(0, places, features)
 
-    def _settle(self, name: str) -> None:
-        """What waits to be fused for a drafter is in its buffer now."""
+    def _settle(self, name: str, slots: Array | None = None) -> None:
+        """What waits to be fused for a drafter, of all requests or of some, is in its buffer now."""
         if name in self.unfused:
-            self.unfused[name].settle()
+            self.unfused[name].settle(slots)
 
     def _step_rows(self, batch: Any, slots: Array) -> tuple[Array, StepRows]:
         """Which of the step's rows may hold accepted tokens: int64 [n] rows, and the same by request.
@@ -345,7 +348,7 @@ class RoutedSpeculator(Speculator):
         if not len(tokens.slots):
             return
         backlog.cached[slots] = np.maximum(backlog.cached[slots], ends)
-        self._settle(name)
+        self._settle(name, slots)
         self._write(name, backlog.features, tokens)
 
     def _write(self, name: str, features: torch.Tensor, tokens: Tokens) -> None:
@@ -382,7 +385,7 @@ class RoutedSpeculator(Speculator):
         features = self._no_features[: len(rows)]
         if backlog is not None:
             backlog.cached[own] = ends
-            self._settle(self.owners[name])
+            self._settle(self.owners[name], own)
             features = backlog.features.index_select(0, packed.kept)
         batch = self.one_row.batch(step.batch, rows, ends, packed)
         self.block_tables.gather_block_tables(batch.idx_mapping, num_reqs_padded=len(rows))
