@@ -15,6 +15,7 @@ from vllm_crossspec.router.experience import (
     EARLY_TURNS,
     PROBE_EVERY,
     Experience,
+    arrivals,
     drafter_sets,
     probe_of,
 )
@@ -58,7 +59,9 @@ def test_kernels_against_plain_numbers(num_reqs, num_drafters):
             for _ in slots
         ]
         entropy = [generator.choice([0.1, 1.0, 2.0, 4.0]) for _ in range(num_reqs)]
+        arrive = [[generator.choice([0.0, 1.0, 7.0]) for _ in owners] for _ in slots]
         experience.known.forecasts[:num_reqs] = torch.tensor(forecasts, device=DEVICE)
+        experience.known.arrivals[:num_reqs] = torch.tensor(arrive, device=DEVICE)
         before = previous.tolist()
         assert experience.num_rounds == turn - 1
         probe, hope = probe_of(turn, range(num_drafters))
@@ -87,6 +90,7 @@ def test_kernels_against_plain_numbers(num_reqs, num_drafters):
             probe,
             learned.hope(max(probe, 0), hope),
             num_reqs + 1,
+            [arrive[row] for row in deciding],
         )
         total += 1
         differing += wanted != [found[row] for row in deciding]
@@ -133,6 +137,18 @@ def run(worth, seconds, num_rounds=300, num_reqs=4, explores=True, forecasts=Non
 def share(taken, drafter, start=150):
     routes = [route for batch in taken[start:] for route in batch]
     return routes.count(drafter) / len(routes)
+
+
+def test_a_long_prompt_is_not_taken_in_for_a_short_answer():
+    """Tokens a second of a chain are twice a lookup's, but a chain has to take in the prompt."""
+    missed = np.array([[30, 0], [800, 0], [800, 0]])
+    weights = arrivals(missed, np.array([2, 2, 400]))
+    assert weights.dtype == np.float32 and (weights[:, 1] == 0).all()
+    costs = [[0.2, 0.0], [1.0, 1.0], [0.9, 0.0]]
+    routes = [
+        route_by_experience([[4.0, 2.0]], costs, [0, 1], [-1], [1, 2], -1, 2.0, 1, [own]) for own in weights.tolist()
+    ]
+    assert routes == [[0], [1], [0]]
 
 
 def test_the_most_tokens_a_second_win_not_the_most_tokens():
@@ -190,9 +206,9 @@ def test_costs_follow_what_rounds_take(factor):
     drift = Drift(costs)
     for number in range(800):
         now = factor if number >= 100 else 1.0
-        drift.observe(TimedRound(4, 0, switched=False, seconds=2.0 * now))
+        drift.observe(TimedRound(4, 0, switches=0.0, seconds=2.0 * now))
         if number % 64 == 0:
-            drift.observe(TimedRound(4, 1, switched=True, seconds=2.5 * now))
+            drift.observe(TimedRound(4, 1, switches=1.0, seconds=2.5 * now))
     (_, _, elsewhere), (often, seldom, never) = drift.factors()
     assert often == pytest.approx(factor, rel=0.01) and seldom == pytest.approx(factor, rel=0.05)
     assert never == elsewhere and abs(math.log(never)) > 0.4 * abs(math.log(factor))
@@ -201,10 +217,10 @@ def test_costs_follow_what_rounds_take(factor):
 def test_a_drafter_measured_wrong_is_mended_by_few_rounds_and_pauses_do_not_count():
     drift = Drift(RoundCosts((1,), ((1.0, 1.0),), ((1.0, 1.0),), ((0.0, 0.0),)))
     for _ in range(200):
-        drift.observe(TimedRound(1, 0, switched=False, seconds=2.0))
-    drift.observe(TimedRound(1, 0, switched=False, seconds=20.0))  # nobody asked for anything
+        drift.observe(TimedRound(1, 0, switches=0.0, seconds=2.0))
+    drift.observe(TimedRound(1, 0, switches=0.0, seconds=20.0))  # nobody asked for anything
     for _ in range(3):
-        drift.observe(TimedRound(1, 1, switched=False, seconds=3.0))
+        drift.observe(TimedRound(1, 1, switches=0.0, seconds=3.0))
     right, wrong = drift.factors()[0]
     assert right == pytest.approx(1.0, abs=0.1) and wrong > 1.3
 
@@ -238,6 +254,14 @@ def test_rounds_of_decoding_alone_say_what_a_drafter_costs():
     assert seen[2:] == [None, None, None, None, (2, 0, False, 2.0)]
 
 
+@pytest.mark.parametrize(("missed", "switches"), [(None, 1.0), ([0, 0], 0.0), ([30, 240], 1.5)])
+def test_a_switch_counts_by_what_was_taken_in(missed, switches):
+    timer, slots = RoundTimer(num_slots=2, owners=np.array([0, 1])), np.array([0, 1])
+    for routes in ([0, 0], [0, 0], [0, 0], [1, 1]):
+        timer.ended(slots, np.array(routes), 1.0, None if missed is None else np.array(missed))
+    assert timer.ended(slots, np.array([1, 1]), 3.0) == (2, 1, switches, 2.0)
+
+
 def test_a_router_goes_by_costs_as_they_have_become():
     """Drafter 1 turns out to take six times as long as was measured: drafter 0 takes its place."""
     settings = RouterSettings("goodput", ("a", "b"), priors=(3.0, 3.0), tried=())
@@ -251,10 +275,10 @@ def test_a_router_goes_by_costs_as_they_have_become():
 
     assert choice() == 1
     for _ in range(20):
-        router.drift.observe(TimedRound(1, 1, switched=False, seconds=1.2))
+        router.drift.observe(TimedRound(1, 1, switches=0.0, seconds=1.2))
     assert choice() == 1, "nothing has followed yet"
     for _ in range(20):
-        router.drift.observe(TimedRound(1, 1, switched=False, seconds=0.6))
+        router.drift.observe(TimedRound(1, 1, switches=0.0, seconds=0.6))
     router.follow_drift()
     assert choice() == 0
     given = RouterSettings("goodput", ("a", "b"), costs=router.costs)

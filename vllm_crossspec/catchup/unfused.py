@@ -104,7 +104,7 @@ class Unfused:
         steps, self._waiting = self._waiting, []
         if slots is None:
             return steps
-        taken = []
+        taken: list[_Waiting] = []
         for step in steps:
             wanted = np.isin(step.places // self.capacity, slots)
             for found, where in ((taken, wanted), (self._waiting, ~wanted)):

@@ -22,6 +22,10 @@ Table = tuple[tuple[float, ...], ...]
 ALWAYS = -1.0
 """An entropy threshold that every distribution exceeds: 0 would not do, for a certain token has entropy 0."""
 
+MISSED_TOKENS = 90
+"""What a drafter is taken to have missed of a request when it is chosen again: 80 to 90 on average (WhiFlash, section
+6). Switches are measured with so many."""
+
 PRIOR_NATS = 1.0
 """Where the entropy threshold of two drafters stands before anything was measured or trained.
 
@@ -38,7 +42,7 @@ class RoundCosts:
         batch_sizes: [B] requests, ascending.
         draft: [B][N] one draft of every request with this drafter.
         verify: [B][N] the target's pass over this drafter's drafts.
-        switch: [B][N] every request coming to this drafter: its catch-up over backlogs of mean length.
+        switch: [B][N] every request coming to this drafter: its catch-up over :data:`MISSED_TOKENS` of each.
         owners: [N] whose cache each drafter uses, as numbers of drafters: a switch between two with the same costs
             nothing. Empty: each its own.
     """

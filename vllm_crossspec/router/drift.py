@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from vllm_crossspec.arrays import Array
-from vllm_crossspec.router.costs import RoundCosts
+from vllm_crossspec.router.costs import MISSED_TOKENS, RoundCosts
 
 SETTLED_ROUNDS = 2
 """Rounds of a request that are not timed: its prompt's pass, and the one in which its drafter takes in the prompt."""
@@ -30,13 +30,13 @@ class TimedRound(NamedTuple):
     Attributes:
         num_reqs: of the batch.
         drafter: who drafted, and whose drafts were verified.
-        switched: whether it had to catch up before.
+        switches: as how many switches of measured length what it took in before counts.
         seconds: of its draft and of the target's pass over it.
     """
 
     num_reqs: int
     drafter: int
-    switched: bool
+    switches: float
     seconds: float
 
 
@@ -51,34 +51,38 @@ class RoundTimer:
     def __init__(self, num_slots: int, owners: Array):
         self._owners = owners
         self._num_rounds = np.zeros(num_slots, dtype=np.int64)  # of each request
-        self._last: tuple[float, Array, Array] | None = None
+        self._last: tuple[float, Array, Array, Array | None] | None = None
         self._drafter_before = -1
 
     def forget(self, slots: list[int]) -> None:
         """Other requests are in these slots from now on."""
         self._num_rounds[slots] = 0
 
-    def ended(self, slots: Array, routes: Array, now: float) -> TimedRound | None:
+    def ended(self, slots: Array, routes: Array, now: float, missed: Array | None = None) -> TimedRound | None:
         """The round that ends here, in seconds since the one before ended; None where it says nothing.
 
         Args:
             slots: int64 [R] of the batch.
             routes: int64 [R] who drafts for each request now, for the round that begins; negative for nobody.
             now: seconds.
+            missed: int64 [R] tokens that these drafters take in first; None: a switch counts as one of measured length.
         """
-        last, self._last = self._last, (now, slots, routes)
+        last, self._last = self._last, (now, slots, routes, missed)
         is_settled = bool((self._num_rounds[slots] >= SETTLED_ROUNDS).all())
         self._num_rounds[slots] += routes >= 0
         if last is None or not np.array_equal(last[1], slots):
             self._drafter_before = -1
             return None
-        started, _, drafters = last
+        started, _, drafters, taken_in = last
         drafter, before = int(drafters[0]), self._drafter_before
         is_one = drafter >= 0 and bool((drafters == drafter).all())
         self._drafter_before = drafter if is_one else -1
         if not is_one or not is_settled or before < 0 or (routes < 0).any():
             return None
-        return TimedRound(len(slots), drafter, bool(self._owners[before] != self._owners[drafter]), now - started)
+        switches = float(self._owners[before] != self._owners[drafter])
+        if taken_in is not None:
+            switches *= float(taken_in.mean()) / MISSED_TOKENS
+        return TimedRound(len(slots), drafter, switches, now - started)
 
 
 class Drift:
@@ -96,9 +100,9 @@ class Drift:
 
     def observe(self, timed: TimedRound) -> None:
         """Take in what a round took."""
-        num_reqs, drafter, switched, seconds = timed
+        num_reqs, drafter, switches, seconds = timed
         row = self.costs.row(num_reqs)
-        expected = self.costs.round_seconds(row)[drafter] + switched * self.costs.switch[row][drafter]
+        expected = self.costs.round_seconds(row)[drafter] + switches * self.costs.switch[row][drafter]
         off = math.log(seconds / expected) - self._shared - self._own[row][drafter]
         if abs(off) > 2 * MOST_OFF:
             return

@@ -14,10 +14,13 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
+from vllm_crossspec.arrays import Array
+from vllm_crossspec.router.costs import MISSED_TOKENS
 from vllm_crossspec.router.kernels import merged_entropy
 
 OWN_MEMORY, ALL_MEMORY = 0.95, 0.99
@@ -45,6 +48,11 @@ it the best: the less is known, the more may be hoped."""
 MAX_TOGETHER = 2
 """Most drafters of one round."""
 
+LEAST_REST = 16
+"""Tokens that an answer is taken to have left at its beginning; later it is as many as it has."""
+ROUND_TOKENS = 4.0
+"""Those of a round: over the rounds that are left spreads what it takes to come to another drafter."""
+
 UNCONDITIONAL = 1e6
 """A hope that makes any drafter the best that drafts at all."""
 
@@ -67,6 +75,8 @@ class Known(NamedTuple):
         priors: [N] tokens of a round before anything is known.
         entropy: [S] by row of the batch, nats: of the target where the round begins.
         forecasts: [S, N] by row of the batch: draft tokens that are expected to be accepted; negative: no forecast.
+        arrivals: [S, N] by row of the batch: as how many switches of measured length a round is to count that the
+            request comes to this drafter in; see :func:`arrivals`.
         expected: [S, N, 3] by row of the batch: tokens of a round with each drafter; its measure, and the accepted
             drafts that all requests' rounds let expect of it.
         last: [S, 3] by slot, of the last round: its measure, its level, the accepted drafts that were expected.
@@ -77,6 +87,7 @@ class Known(NamedTuple):
     priors: torch.Tensor
     entropy: torch.Tensor
     forecasts: torch.Tensor
+    arrivals: torch.Tensor
     expected: torch.Tensor
     last: torch.Tensor
 
@@ -202,6 +213,7 @@ def _choose_kernel(
     every_ptr,  # float32 [N, LEVELS, 2]
     entropy_ptr,  # float32 [S]
     expected_ptr,  # float32 [S, N, 3]
+    arrivals_ptr,  # float32 [S, N]
     last_ptr,  # float32 [S, 3] out
     costs_ptr,  # float32 [3, N] seconds of the batch: drafting, verification, switch
     owners_ptr,  # int32 [N] whose cache each drafter uses
@@ -239,7 +251,7 @@ def _choose_kernel(
             decides = (slot >= 0) & (tl.load(num_sampled_ptr + start + row, mask=inside, other=0) > 0)
             slot = tl.maximum(slot, 0)
             previous = tl.load(previous_ptr + slot, mask=decides, other=-1)
-            owner = tl.load(owners_ptr + tl.maximum(previous, 0))
+            owner = tl.where(previous < 0, -1, tl.load(owners_ptr + tl.maximum(previous, 0)))
             route = tl.full([_ROWS], -1, tl.int32)
             worth = tl.full([_ROWS], float("-inf"), tl.float32)
             tokens = tl.zeros([_ROWS], tl.float32)
@@ -247,9 +259,10 @@ def _choose_kernel(
             for drafter in tl.static_range(DRAFTERS):
                 at = expected_ptr + ((start + row) * DRAFTERS + drafter) * 3
                 expected = tl.load(at, mask=decides, other=1.0)
-                is_switch = (previous >= 0) & (owner != tl.load(owners_ptr + drafter))
+                comes = decides & (owner != tl.load(owners_ptr + drafter))
+                arrives = tl.load(arrivals_ptr + (start + row) * DRAFTERS + drafter, mask=comes, other=0.0)
                 own = tl.load(costs_ptr + DRAFTERS + drafter)
-                own = own + tl.where(is_switch, tl.load(costs_ptr + 2 * DRAFTERS + drafter), 0.0)
+                own = own + arrives * tl.load(costs_ptr + 2 * DRAFTERS + drafter)
                 # A request's share of the step, at what a second of it is worth so far.
                 net = expected - best_value * own / num_rows
                 if is_hope:
@@ -307,6 +320,7 @@ class Experience:
             priors=torch.tensor(priors, **exact),
             entropy=torch.zeros(max_num_reqs, **exact),
             forecasts=torch.full((max_num_reqs, num_drafters), -1.0, **exact),
+            arrivals=torch.ones(max_num_reqs, num_drafters, **exact),
             expected=torch.zeros(max_num_reqs, num_drafters, 3, **exact),
             last=torch.zeros(max_num_reqs, 3, **exact),
         )
@@ -345,8 +359,8 @@ class Experience:
             DRAFTERS=num_drafters, SPLITS=splits, BLOCK_S=triton.next_power_of_2(splits), num_warps=1,
         )  # fmt: skip
         _choose_kernel[(1,)](
-            known.every, known.entropy, known.expected, known.last, costs, self.owners, self.sets, self.sets.shape[0],
-            *batch, routes, num_rows, *self._probe(),
+            known.every, known.entropy, known.expected, known.arrivals, known.last,
+            costs, self.owners, self.sets, self.sets.shape[0], *batch, routes, num_rows, *self._probe(),
             DRAFTERS=num_drafters, num_warps=1,
         )  # fmt: skip
 
@@ -358,6 +372,20 @@ class Experience:
         """The drafter that is to be tried in this round, -1 for none; and how much is to be hoped of it."""
         self.num_rounds += 1
         return probe_of(self.num_rounds, self.tried)
+
+
+def arrivals(missed: Array, answered: Array) -> Array:
+    """As how many switches of measured length it is to count that requests come to drafters; float32 [R, N].
+
+    What a drafter has to take in is paid once, but for all rounds that are left. How many these are nobody knows; that
+    an answer has as much left as it has already never spends much more on a short one than was worth it.
+
+    Args:
+        missed: int64 [R, N] tokens that each drafter has to take in of each request.
+        answered: int64 [R] tokens of the answer so far.
+    """
+    rounds = np.maximum(answered, LEAST_REST) / ROUND_TOKENS
+    return (missed / (MISSED_TOKENS * rounds[:, None])).astype(np.float32)
 
 
 def probe_of(number: int, tried: Sequence[int]) -> tuple[int, float]:

@@ -187,6 +187,7 @@ def route_by_experience(
     probe: int,
     hope: float,
     num_rows: int,
+    arrivals: list[list[float]] | None = None,
 ) -> list[int]:
     """The drafter of every request of a batch; the set of drafters that makes most tokens a second.
 
@@ -200,20 +201,22 @@ def route_by_experience(
             expected of it come; -1 for none.
         hope: see ``probe``.
         num_rows: of the batch, R and those that decide nothing.
+        arrivals: [R][N] as how many switches it counts to come to each drafter; None: as one.
     """
     draft, verify, switch = costs
+    arrivals = arrivals or [[1.0] * len(draft)] * len(expected)
 
-    def choose(members: int, worth: float, times: float = 1.0) -> tuple[list[int], float]:
+    def choose(members: int, worth: float, hoped: float = 1.0) -> tuple[list[int], float]:
         routes, tokens, seconds = [], 0.0, 0.0
-        for own, last in zip(expected, previous, strict=True):
+        for own, last, times in zip(expected, previous, arrivals, strict=True):
             price = [
-                v + s * (last >= 0 and owners[last] != owners[drafter])
-                for drafter, (v, s) in enumerate(zip(verify, switch, strict=True))
+                v + s * n * (last < 0 or owners[last] != owners[drafter])
+                for drafter, (v, s, n) in enumerate(zip(verify, switch, times, strict=True))
             ]
             net = {d: own[d] - worth * price[d] / num_rows for d in range(len(own)) if members >> d & 1}
             route = max(net, key=lambda d: net[d])
             routes.append(route)
-            tokens += 1 + (own[route] - 1) * times
+            tokens += 1 + (own[route] - 1) * hoped
             seconds += price[route] / len(expected)
         return routes, tokens / (seconds + sum(draft[d] for d in range(len(draft)) if members >> d & 1))
 

@@ -28,6 +28,7 @@ from vllm_crossspec.host_copy import HostCopy
 from vllm_crossspec.metrics.routing import RoutingCounters
 from vllm_crossspec.metrics.stages import StageClock
 from vllm_crossspec.router.drift import RoundTimer
+from vllm_crossspec.router.experience import arrivals
 from vllm_crossspec.types import NO_DRAFTS, StepInputs
 
 logger = init_logger("vllm.crossspec")
@@ -58,19 +59,20 @@ class RoutedSpeculator(Speculator):
         super().__init__(vllm_config, device, req_states)
         settings = self.settings
         assert settings.router is not None
-        self.lazy = settings.router.lazy
+        self.lazy, self.max_backlog = settings.router.lazy, settings.router.max_backlog
         self.max_depth = settings.max_depth
         self.order = settings.routing_order
         num_slots = vllm_config.scheduler_config.max_num_seqs
         self.computed = np.zeros(num_slots, dtype=np.int64)
         self.live = np.zeros(num_slots, dtype=bool)
+        self.begun = np.zeros(num_slots, dtype=np.int64)  # where an answer begins; negative: in its prompt
         self.owners = {name: settings.owner_of(name) for name in self.proposers}
         self.backlogs = {}
         for name in settings.owners:
             own = self.proposers[name]
             if isinstance(own, CachelessProposer):
                 continue
-            self.backlogs[name] = Backlog(num_slots, settings.router.max_backlog, own.hidden_size, own.dtype, device)
+            self.backlogs[name] = Backlog(num_slots, self.max_backlog, own.hidden_size, own.dtype, device)
         self.owner_numbers = np.array([self.order.index(self.owners[name]) for name in self.order])
         self._no_features = torch.zeros(num_slots, 0, dtype=vllm_config.model_config.dtype, device=device)
         self.router = make_router(settings, vllm_config, device)
@@ -132,7 +134,7 @@ class RoutedSpeculator(Speculator):
 
     def add_requests(self, slots: list[int], num_computed: list[int]) -> None:
         """See the base class."""
-        self.computed[slots], self.live[slots] = num_computed, True
+        self.computed[slots], self.live[slots], self.begun[slots] = num_computed, True, -1
         for backlog in self.backlogs.values():
             backlog.cached[slots] = num_computed
         self.routing.forget(slots)
@@ -188,6 +190,7 @@ class RoutedSpeculator(Speculator):
             computed=self.accepted,
         )
         self._forecast(step)
+        self._weigh_arrivals(step.batch, slots)
         self.router.decide(
             step.last_hidden_states,
             self.last_rows[:num_reqs],
@@ -209,6 +212,8 @@ class RoutedSpeculator(Speculator):
             # Nothing is learned of a drafter from a round that it does not draft in.
             undrafted = async_tensor_h2d(slots[routes == NO_DRAFTER], device=self.device)
             self.router.previous.index_fill_(0, undrafted, NO_DRAFTER)
+        begins = (routes >= 0) & (self.begun[slots] < 0)
+        self.begun[slots[begins]] = computed[begins]
         self._time_round(slots, routes)
         self._count(slots, routes, before)
         self._catch_up_round(slots, routes)
@@ -229,7 +234,11 @@ class RoutedSpeculator(Speculator):
         """
         if self.timer is None or self.router.drift is None:
             return
-        timed = self.timer.ended(slots, routes, time.perf_counter())
+        missed = None
+        if self.unfused:
+            taken_in = [self._missed(name, slots, self.computed[slots] - 1) for name in self.order]
+            missed = np.stack(taken_in)[routes, np.arange(len(slots))]
+        timed = self.timer.ended(slots, routes, time.perf_counter(), missed)
         if timed is None:
             return
         self.router.drift.observe(timed)
@@ -246,6 +255,26 @@ class RoutedSpeculator(Speculator):
             forecast = self.proposers[name].forecast(step)
             if forecast is not None:
                 forecasts[:, number] = forecast
+
+    def _weigh_arrivals(self, batch: Any, slots: Array) -> None:
+        """For a router that goes by experience: how long it takes each drafter to take in what it missed.
+
+        On a CPU alone: a GPU takes in a prompt as fast as a few tokens.
+        """
+        if self.router.experience is None or not self.unfused:
+            return
+        scheduled = batch.num_scheduled_tokens[: len(slots)].astype(np.int64)
+        ends = self.computed[slots] + scheduled - 1
+        missed = np.stack([self._missed(name, slots, ends) for name in self.order], axis=1)
+        missed[scheduled > self.max_backlog] = 0  # these all take in, whoever drafts
+        answered = np.where(self.begun[slots] < 0, 0, self.computed[slots] - self.begun[slots])
+        found = torch.from_numpy(arrivals(missed, answered))
+        self.router.experience.known.arrivals[: len(slots)].copy_(found)
+
+    def _missed(self, name: str, slots: Array, ends: Array) -> Array:
+        """int64 [R] tokens before ``ends`` that a drafter's cache lacks; 0 where it has none."""
+        backlog = self._backlog(name)
+        return np.zeros_like(ends) if backlog is None else np.maximum(ends - backlog.cached[slots], 0)
 
     def _store(self, step: StepInputs, slots: Array) -> None:
         """Fuse the target states of every token that may have been accepted, and put them into the buffers.
@@ -369,6 +398,9 @@ class RoutedSpeculator(Speculator):
         """All that a drafter does to catch up with so many tokens of the buffer, and no trace of it in its cache."""
         nothing, name, backlog = np.zeros(num_tokens, dtype=np.int64), self.owners[name], self._backlog(name)
         if backlog is not None:
+            if name in self.unfused:
+                width = len(self.tap_indices[name]) * self.vllm_config.model_config.get_hidden_size()
+                self.proposers[name].fuse(self._no_features.new_zeros(num_tokens, width))
             self._write_now(name, backlog.features, Tokens(nothing + NO_SLOT, nothing, nothing))
 
     def _write_eagerly(self, name: str, features: torch.Tensor, packed: torch.Tensor) -> None:

@@ -17,14 +17,10 @@ from vllm.logger import init_logger
 from vllm_crossspec.engine.frontend.schedule import can_measure
 from vllm_crossspec.engine.startup import step_costs as load
 from vllm_crossspec.engine.startup.clock import StepClock
-from vllm_crossspec.router.costs import RoundCosts
+from vllm_crossspec.router.costs import MISSED_TOKENS, RoundCosts
 from vllm_crossspec.router.policies import policy_kind
 
 logger = init_logger("vllm.crossspec")
-
-MISSED_TOKENS = 90
-"""What a drafter is taken to have missed of a request when it is chosen again: 80 to 90 on average (WhiFlash, section
-6)."""
 
 
 def is_wanted(speculator: Any) -> bool:
