@@ -148,29 +148,31 @@ def test_shares_of_rounds_and_routes():
 
 
 def test_methods_take_turns():
-    order = schedule(["plain", "a"], [1, 4], 2, stay_up=True)
-    timed = [(one.method, one.batch_size, one.repeat) for one in order if one.is_timed]
-    once = [("plain", 1), ("a", 1), ("plain", 4), ("a", 4)]
-    assert timed == [(*one, 0) for one in once] + [(*one, 1) for one in once]
-    assert [one[:2] for one in order[8:]] == [("plain", 1), ("plain", 4), ("a", 1), ("a", 4)]
-    assert not any(one.is_timed for one in order[8:])
+    order = schedule(["plain", "a"], [1, 4], 2, stay_up=True, categories=["chat", "code"])
+    timed = [one for one in order if one.is_timed]
+    turns = [(size, repeat, kind) for repeat in (0, 1) for size in (1, 4) for kind in ("chat", "code")]
+    assert timed == [Pass(method, *turn) for turn in turns for method in ("plain", "a")]
+    assert [one[:2] for one in order[16:]] == [("plain", 1), ("plain", 4), ("a", 1), ("a", 4)]
+    assert not any(one.is_timed for one in order[16:])
 
 
 def test_engines_that_are_started_anew_do_all_of_a_repeat_at_once():
-    order = schedule(["plain", "a"], [1, 4], 2, stay_up=False)
+    order = schedule(["plain", "a"], [1, 4], 2, stay_up=False, categories=["chat", "code"])
     assert [one.method for one in order] == ["plain"] * 2 + ["a"] * 2 + ["plain"] * 4 + ["a"] * 4
     assert [one.repeat for one in order] == [0, 0, 0, 0, 1, 1, None, None, 1, 1, None, None]
 
 
 def test_what_is_left_is_estimated_from_what_is_done():
-    plan = schedule(["plain", "a"], [1, 4], 2, stay_up=True)
+    plan = schedule(["plain", "a"], [1, 4], 2, stay_up=False, categories=["chat"])
     found = Measurement()
     assert measure.remaining(plan, found, 2) is None
     found.seconds[plan[0]], found.starts = 10.0, [3.0]
     assert measure.remaining([Pass("plain", 1, 1), Pass("a", 1, 0), Pass("a", 4, 0)], found, 1) == 10 + 10 + 10 + 3
     found.seconds[Pass("a", 4, 0)] = 4.0
     assert measure.remaining([Pass("plain", 4, 1), Pass("plain", 1, 1)], found, 0) == 4 + 10
-    assert found.unfinished(plan) == ["a", "plain"] and found.unfinished(plan[:1]) == []
+    found.seconds[Pass("b", 1, 0, "code")], found.seconds[Pass("b", 1, 0, "chat")] = 3.0, 5.0
+    assert measure.remaining([Pass("b", 1, 1, "code"), Pass("b", 1, 1, "math")], found, 0) == 3 + 4
+    assert found.unfinished(plan) == ["plain", "a"] and found.unfinished(plan[:1]) == []
     assert measure.clock(125.7) == "2:05"
 
 
@@ -208,7 +210,8 @@ for order in map(json.loads, open(job["orders_file"])):
     note(json.dumps(order))
     one = dict(token_ids=[1, 2], text="", num_target_calls=2, accepted_histogram=[])
     for group in job["groups"]:
-        emit("group", category=group["category"], seconds=0.5, generations=[one for _ in group["prompts"]])
+        if group["category"] in order.get("categories", []):
+            emit("group", category=group["category"], seconds=0.5, generations=[one for _ in group["prompts"]])
     emit("shares", shares=dict(target=0.5, draft=0.25, rest=0.25, seconds=0.001, rounds=3))
     emit("done")
 note("ends")
@@ -224,16 +227,24 @@ def test_engines_follow_the_plan(play, tmp_path, crossspec, monkeypatch, keep):
     arguments = ["bench", "--model", "m", "--spec", spec, "--repeats", 2, "--batch-sizes", "2,1", how, "--json", out]
     code, _, err = crossspec(*arguments, "--limit", 1)
     assert code == 0
-    timed, shares = ('{"batch_size": %d, "warm_up": true, "waves": null}', '{"batch_size": %d, "shares": true}')
+    prompts = map(json.loads, (POCKET / "prompts.jsonl").read_text().splitlines())
+    kinds = list(dict.fromkeys(prompt["category"] for prompt in prompts))
+
+    def timed(size, chosen):
+        order = {"batch_size": size, "warm_up": kinds[0] in chosen, "waves": None, "categories": chosen}
+        return json.dumps(order)
+
+    shares = '{"batch_size": %d, "shares": true}'
     noted = (tmp_path / "notes").read_text().splitlines()
     if keep:
-        turns = [f"{name} {timed % size}" for _ in range(2) for size in (1, 2) for name in ("plain", "a")]
+        orders = [timed(size, [kind]) for _ in range(2) for size in (1, 2) for kind in kinds]
+        turns = [f"{name} {order}" for order in orders for name in ("plain", "a")]
         turns[0:1] = ["plain starts", turns[0], "a starts"]
         ends = [[f"{name} {shares % 1}", f"{name} {shares % 2}", f"{name} ends"] for name in ("plain", "a")]
         assert noted == turns + ends[0] + ends[1]
     else:
         for part, last in ((noted[:8], []), (noted[8:], [shares % 1, shares % 2])):
-            visits = [["starts", timed % 1, timed % 2, *last, "ends"]] * 2
+            visits = [["starts", timed(1, kinds), timed(2, kinds), *last, "ends"]] * 2
             assert part == [f"{n} {what}" for n, visit in zip(("plain", "a"), visits, strict=True) for what in visit]
     document = json.loads(out.read_text())
     found = {(row["method"], row["batch_size"]): row for row in document["rows"] if row["category"] == "all"}

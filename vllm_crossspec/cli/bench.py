@@ -128,8 +128,8 @@ def bench(
     """Compare speculative configs on any model and prompts, side by side in one run.
 
     All configs are checked before the first engine starts. Each method has an engine of its own; with --repeats
-    they take turns, plain first, so that what slows the machine down for a while slows all of them down. If one
-    fails, the rows of what is done are printed and written all the same.
+    they take turns at every category, plain first, so that what slows the machine down for a while slows all of
+    them down. If one fails, the rows of what is done are printed and written all the same.
 
     A batch size is the most requests at a time: an answer makes room for the next prompt. A row with several turns is
     asked one turn at a time, and each turn counts as a prompt. Prompts of a category are answered together, the
@@ -208,7 +208,8 @@ def run_all(
     for note in notes:
         Console(stderr=True).print(f"note: {note}", highlight=False, soft_wrap=True)
     about |= {"notes": notes, "engines": "one a method, kept" if stay_up else "started for every repeat"}
-    plan = schedule([job.method for job in jobs], sizes, repeats, stay_up)
+    categories = list(by_category(jobs[0].prompts))
+    plan = schedule([job.method for job in jobs], sizes, repeats, stay_up, categories)
     found = Measurement()
     try:
         measure(jobs, plan, stay_up, found)

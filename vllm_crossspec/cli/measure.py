@@ -4,7 +4,7 @@ import os
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
@@ -15,7 +15,7 @@ from rich.progress import Progress
 from vllm_crossspec.cli import runner
 from vllm_crossspec.cli.processes import CHILD_DEFAULTS, is_cpu_lane
 from vllm_crossspec.cli.rows import ALL, PLAIN, Row, Run, rows
-from vllm_crossspec.cli.runner import Engine, Job
+from vllm_crossspec.cli.runner import Engine, Job, by_category
 from vllm_crossspec.cli.stages import bars
 
 GIB = 1 << 30
@@ -27,11 +27,16 @@ GPU_SHARE, DEFAULT_GPU_SHARE = 0.95, 0.92
 
 
 class Pass(NamedTuple):
-    """One time that a method answers all prompts; with a ``repeat`` of None what of its rounds is whose is measured."""
+    """One time that a method answers prompts; with a ``repeat`` of None what of its rounds is whose is measured.
+
+    Attributes:
+        category: of the prompts; None: all of them.
+    """
 
     method: str
     batch_size: int
     repeat: int | None
+    category: str | None = None
 
     @property
     def is_timed(self) -> bool:
@@ -39,13 +44,16 @@ class Pass(NamedTuple):
         return self.repeat is not None
 
 
-def schedule(methods: Sequence[str], batch_sizes: Sequence[int], repeats: int, stay_up: bool) -> list[Pass]:
+def schedule(
+    methods: Sequence[str], batch_sizes: Sequence[int], repeats: int, stay_up: bool, categories: Sequence[str]
+) -> list[Pass]:
     """All passes in their order: methods take turns, so that what slows the machine down for a while hits all alike.
 
-    Engines that stay up take turns at every batch size; others are visited once a repeat, and run all sizes then.
+    Engines that stay up take turns at every category of prompts; others are visited once a repeat, and run all sizes.
     """
     if stay_up:
-        timed = [Pass(m, size, repeat) for repeat in range(repeats) for size in batch_sizes for m in methods]
+        turns = [(size, repeat, one) for repeat in range(repeats) for size in batch_sizes for one in categories]
+        timed = [Pass(m, *turn) for turn in turns for m in methods]
         return timed + [Pass(m, size, None) for m in methods for size in batch_sizes]
     found = []
     for repeat in range(repeats):
@@ -60,12 +68,14 @@ class Measurement:
 
     Attributes:
         runs: in the order of their end.
+        parts: what is there of those that have not ended: their groups, by method, batch size and repeat.
         shares: whose a round is, by method and batch size.
         seconds: of every pass that is done, its warm-up included.
         starts: seconds that engines took to start.
     """
 
     runs: list[Run] = field(default_factory=list)
+    parts: dict[tuple[str, int, int], dict[str, Any]] = field(default_factory=dict)
     shares: dict[tuple[str, int], dict[str, float] | None] = field(default_factory=dict)
     seconds: dict[Pass, float] = field(default_factory=dict)
     starts: list[float] = field(default_factory=list)
@@ -99,7 +109,7 @@ def measure(jobs: Sequence[Job], plan: Sequence[Pass], stay_up: bool, found: Mea
                 engines[one.method] = block.enter_context(runner.started(job, board.listen)), block
                 found.starts.append(engines[one.method][0].environment["seconds"])
             begun = perf_counter()
-            _carry_out(one, engines[one.method][0], found)
+            _carry_out(one, job, engines[one.method][0], found)
             found.seconds[one] = perf_counter() - begun
             board.tell(one)
             if one.method not in later or (not stay_up and later[0] != one.method):
@@ -107,11 +117,17 @@ def measure(jobs: Sequence[Job], plan: Sequence[Pass], stay_up: bool, found: Mea
         board.end()
 
 
-def _carry_out(one: Pass, engine: Engine, found: Measurement) -> None:
+def _carry_out(one: Pass, job: Job, engine: Engine, found: Measurement) -> None:
     if one.repeat is None:
         found.shares[one.method, one.batch_size] = engine.shares(one.batch_size)
+        return
+    run = engine.run(one.batch_size, one.repeat, one.category)
+    key = (one.method, one.batch_size, one.repeat)
+    groups = {**found.parts.pop(key, {}), **run.groups}
+    if len(groups) < len(by_category(job.prompts)):
+        found.parts[key] = groups
     else:
-        found.runs.append(engine.run(one.batch_size, one.repeat))
+        found.runs.append(replace(run, groups=groups))
 
 
 class _Board:
@@ -124,7 +140,8 @@ class _Board:
     def begin(self, number: int, job: Job, num_starts: int) -> None:
         """The pass is next, and so many engines will have to be started after its own."""
         one = self._plan[number]
-        most = sum(len(prompt.turns) for prompt in job.at(one.batch_size)) * job.sampling["max_tokens"]
+        asked = [p for p in job.at(one.batch_size) if one.category in (None, p.category)]
+        most = sum(len(prompt.turns) for prompt in asked) * job.sampling["max_tokens"]
         left = remaining(self._plan[number:], self._found, num_starts)
         about = "" if left is None else f", about {clock(left)} left"
         self._label = f"{describe(one)} ({number + 1} of {len(self._plan)}{about})"
@@ -140,8 +157,8 @@ class _Board:
             self._progress.advance(self._task, event["num_tokens"])
 
     def tell(self, one: Pass) -> None:
-        """Print what the pass came to, beside plain's where that is done."""
-        if one.repeat is not None:
+        """Print what a repeat came to, beside plain's where that is done, once the last pass of it is done."""
+        if one.repeat is not None and (one.method, one.batch_size, one.repeat) not in self._found.parts:
             same = [run for run in self._found.runs if (run.batch_size, run.repeat) == (one.batch_size, one.repeat)]
             row = next(row for row in rows(same) if (row.method, row.category) == (one.method, ALL))
             self._progress.console.print(f"{describe(one)}: {_outcome(row)}", highlight=False, soft_wrap=True)
@@ -177,7 +194,8 @@ def remaining(plan: Sequence[Pass], found: Measurement, num_starts: int) -> floa
     def expected(one: Pass) -> float:
         known = found.seconds.items()
         of_its_size = [(other, seconds) for other, seconds in known if other.batch_size == one.batch_size]
-        its_own = [s for other, s in of_its_size if other.method == one.method and other.is_timed == one.is_timed]
+        alike = [(o, s) for o, s in of_its_size if o.method == one.method and o.is_timed == one.is_timed]
+        its_own = [s for o, s in alike if o.category == one.category] or [s for _, s in alike]
         return statistics.fmean(its_own or [s for _, s in of_its_size] or found.seconds.values())
 
     return sum(map(expected, plan)) + num_starts * statistics.fmean(found.starts)

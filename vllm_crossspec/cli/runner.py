@@ -7,7 +7,7 @@ The commands `demo` and `bench` share it. Nothing here imports vLLM: the process
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +109,7 @@ def run(job: Job, listener: Listener, cores: Sequence[int] = ()) -> Run:
             environment = fields
         elif event["event"] == "group":
             groups[fields.pop("category")] = fields
-    _require_all(job, groups)
+    _require_all(job, groups, by_category(job.prompts))
     return Run(method=job.method, environment=environment, groups=groups, batch_size=batch_size)
 
 
@@ -124,15 +124,20 @@ class Engine:
         self._job, self._orders, self._events, self._listener = job, orders, events, listener
         self.environment = next((fields for kind, fields in self._until("ready") if kind == "ready"), {})
 
-    def run(self, batch_size: int, repeat: int) -> Run:
-        """Answer the prompts, at most so many at a time, after a warm-up that does not count.
+    def run(self, batch_size: int, repeat: int, category: str | None = None) -> Run:
+        """Answer the prompts, or those of one category, at most so many at a time.
+
+        A warm-up that does not count comes before, where they are asked from the first on.
 
         Raises:
             EngineError: the process ended before it was through.
         """
-        heard = self._order({"batch_size": batch_size, "warm_up": True, "waves": self._job.waves})
-        groups = {fields.pop("category"): fields for kind, fields in heard if kind == "group"}
-        _require_all(self._job, groups)
+        every = list(by_category(self._job.prompts))
+        categories = every if category is None else [category]
+        begins = categories[0] == every[0]
+        order = {"batch_size": batch_size, "warm_up": begins, "waves": self._job.waves, "categories": categories}
+        groups = {fields.pop("category"): fields for kind, fields in self._order(order) if kind == "group"}
+        _require_all(self._job, groups, categories)
         return Run(
             method=self._job.method,
             environment=self.environment,
@@ -183,7 +188,7 @@ def started(job: Job, listener: Listener) -> Iterator[Engine]:
                 events.close()
 
 
-def _require_all(job: Job, groups: Mapping[str, Any]) -> None:
-    missing = [category for category in by_category(job.prompts) if category not in groups]
+def _require_all(job: Job, groups: Mapping[str, Any], categories: Iterable[str]) -> None:
+    missing = [category for category in categories if category not in groups]
     if missing:
         raise EngineError(f"{job.method}: the engine's process ended without results for {missing[0]}")

@@ -96,8 +96,9 @@ class Measured:
     """An engine that answers the job's prompts as it is ordered to.
 
     An order has ``batch_size``, the most requests at a time, and may have ``warm_up`` (answer the first prompts before,
-    which counts nowhere), ``waves`` (answer at most so many times the batch size of each category's prompts) and
-    ``shares`` (tell what of a round is whose, over some of the prompts).
+    which counts nowhere), ``waves`` (answer at most so many times the batch size of each category's prompts),
+    ``categories`` (answer the prompts of these alone) and ``shares`` (tell what of a round is whose, over some of the
+    prompts).
 
     Args:
         llm: vLLM's LLM.
@@ -127,6 +128,8 @@ class Measured:
             return
         most = waves * batch_size if (waves := order.get("waves")) else None
         for group in self._job["groups"]:
+            if group["category"] not in order.get("categories", [group["category"]]):
+                continue
             before, routes = _device_rows(self._llm), _routes(self._llm)
             started = time.perf_counter()
             answers = self._answer(group["prompts"][:most], batch_size)
