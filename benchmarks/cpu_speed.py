@@ -34,12 +34,14 @@ DRAFT_MODEL_TREE = {"type": "dynamic", "depth": 10, "top_k": 2, "num_nodes": 14}
 BEST_FIRST = {"type": "best_first", "num_nodes": 16}
 CHEAP_DRAFTS = 7
 """Draft tokens of an arm: on an AMD with two cores a pass over eight rows takes as long as one over one."""
+ALL_DRAFTS = {"num_nodes": CHEAP_DRAFTS, "by_batch_size": {"1": CHEAP_DRAFTS}}
+"""Of an arm, alone as well: where "auto" keeps fewer by chance, the router would be beside a weaker arm than its own."""
 ARMS: dict[str, dict[str, Any]] = {
     "tree": {
         "type": "eagle3",
         "model": "{pocket}/eagle3",
         **BFLOAT16,
-        "tree": {"type": "dynamic", "depth": 6, "top_k": 2, "num_nodes": CHEAP_DRAFTS},
+        "tree": {"type": "dynamic", "depth": 6, "top_k": 2, **ALL_DRAFTS},
     },
     "dflash": {
         "type": "dflash",
@@ -47,9 +49,9 @@ ARMS: dict[str, dict[str, Any]] = {
         **BFLOAT16,
         "num_speculative_tokens": 15,
         "ngram": NGRAMS,
-        "tree": {"type": "continuity", "num_nodes": CHEAP_DRAFTS, "beam_width": 8, "top_k": 8},
+        "tree": {"type": "continuity", "beam_width": 8, "top_k": 8, **ALL_DRAFTS},
     },
-    "suffix": {"tree": {"num_nodes": CHEAP_DRAFTS}},
+    "suffix": {"tree": ALL_DRAFTS},
     "plain": {"type": "nothing"},
 }
 """What a router by goodput chooses from; alone, by policy `fixed`, each is a method of its own."""
