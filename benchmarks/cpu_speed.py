@@ -35,7 +35,7 @@ BEST_FIRST = {"type": "best_first", "num_nodes": 16}
 CHEAP_DRAFTS = 7
 """Draft tokens of an arm: on an AMD with two cores a pass over eight rows takes as long as one over one."""
 ALL_DRAFTS = {"num_nodes": CHEAP_DRAFTS, "by_batch_size": {"1": CHEAP_DRAFTS}}
-"""Of an arm, alone as well: where "auto" keeps fewer by chance, the router would be beside a weaker arm than its own."""
+"""An arm alone keeps all as well: where "auto" cuts some by chance, the router would be beside a weaker one."""
 ARMS: dict[str, dict[str, Any]] = {
     "tree": {
         "type": "eagle3",
