@@ -345,10 +345,9 @@ class RoutedSpeculator(Speculator):
     def _count(self, slots: Array, routes: Array, before: Array) -> None:
         """Who drafts, and what it missed of the tokens before this round's (``before``: int64 [R] of them)."""
         for number in np.unique(routes[routes >= 0]).tolist():
-            mine, backlog = routes == number, self._backlog(self.order[number])
+            mine = routes == number
             own = slots[mine]
-            missed = np.zeros_like(own) if backlog is None else before[mine] - backlog.cached[own]
-            self.routing.count_missed(number, own, missed)
+            self.routing.count_missed(number, own, self._missed(self.order[number], own, before[mine]))
         self.routing.count_decisions(slots, routes)
 
     def _catch_up_round(self, slots: Array, routes: Array) -> None:
