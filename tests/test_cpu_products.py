@@ -258,10 +258,10 @@ def test_without_a_compiler_vllms_own_layers_stay(fast, monkeypatch):
         assert not calls_the_lane(Layer())
 
 
-def test_linear_layers_are_for_wide_vectors(fast, monkeypatch):
-    assert fast.lane_multiplies()
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert not fast.lane_multiplies() and fast.lane_ops() is not None
+@pytest.mark.parametrize("capability, multiplies", [("AVX512", True), ("AVX2", True), ("DEFAULT", False)])
+def test_linear_layers_are_for_wide_vectors(fast, monkeypatch, capability, multiplies):
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    assert fast.lane_multiplies() == multiplies and fast.lane_ops() is not None
 
 
 @pytest.mark.e2e
