@@ -7,6 +7,7 @@ from torch import nn
 from vllm.model_executor.layers import utils as layers
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+from vllm_crossspec.engine import cpu_products
 from vllm_crossspec.engine.cpu_products import FAST_ROWS, products_in
 
 SPECS = {
@@ -22,6 +23,7 @@ def loaded(layer, dtype):
     return layer.cpu_linear
 
 
+@pytest.mark.skipif(not cpu_products.multiplies_bfloat16(), reason="this processor does not multiply bfloat16")
 @pytest.mark.parametrize("rows", [1, 2, FAST_ROWS, 9])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_products_are_of_bfloat16_and_come_out_in_float32(rows, has_bias):
@@ -38,8 +40,15 @@ def test_products_are_of_bfloat16_and_come_out_in_float32(rows, has_bias):
     assert not torch.equal(out, exact)
 
 
-def test_nothing_else_changes():
+def test_a_processor_without_bfloat16_stays_in_float32(monkeypatch):
+    monkeypatch.setattr(cpu_products, "multiplies_bfloat16", lambda: False)
+    layer, x = nn.Linear(64, 48), torch.randn(3, 64)
+    torch.testing.assert_close(loaded(layer, "bfloat16")(x, layer.weight, layer.bias), layer(x).detach())
+
+
+def test_nothing_else_changes(monkeypatch):
     """No dtype, other weights, embeddings and output layers; and the replaced function is back, whatever happens."""
+    monkeypatch.setattr(cpu_products, "multiplies_bfloat16", lambda: True)
     native = layers.dispatch_cpu_unquantized_gemm
     layer, x = nn.Linear(64, 48), torch.randn(3, 64)
     torch.testing.assert_close(loaded(layer, None)(x, layer.weight, layer.bias), layer(x).detach())

@@ -76,16 +76,27 @@ def lane_products(device: torch.device) -> contextlib.AbstractContextManager[Non
     return _loading(_lane) if wanted else contextlib.nullcontext()
 
 
+def multiplies_bfloat16() -> bool:
+    """Whether the processor multiplies bfloat16; with AVX2 alone oneDNN refuses to."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def products_in(dtype: str | None) -> contextlib.AbstractContextManager[None]:
     """Have float32 layers that a CPU loads meanwhile multiply in bfloat16; their inputs and outputs stay float32.
 
     Half the bytes of weights, which is what a drafter's pass costs: drafts may change, and no text does. Embeddings and
-    output layers stay as they are, so that near candidates are not rounded to one score.
+    output layers stay as they are, so that near candidates are not rounded to one score. Nothing changes on a processor
+    that has no products in bfloat16, and a line of the log says so.
 
     Args:
         dtype: "bfloat16"; None changes nothing.
     """
-    return contextlib.nullcontext() if dtype is None else _loading(_bfloat16)
+    if dtype is None:
+        return contextlib.nullcontext()
+    if not multiplies_bfloat16():
+        logger.info_once("crossspec: drafters stay in float32, for this processor does not multiply bfloat16")
+        return contextlib.nullcontext()
+    return _loading(_bfloat16)
 
 
 @contextlib.contextmanager
