@@ -43,18 +43,11 @@ ARMS: dict[str, dict[str, Any]] = {
         **BFLOAT16,
         "tree": {"type": "dynamic", "depth": 6, "top_k": 2, **ALL_DRAFTS},
     },
-    "dflash": {
-        "type": "dflash",
-        "model": "{pocket}/dflash-longer",
-        **BFLOAT16,
-        "num_speculative_tokens": 15,
-        "ngram": NGRAMS,
-        "tree": {"type": "continuity", "beam_width": 8, "top_k": 8, **ALL_DRAFTS},
-    },
     "suffix": {"tree": ALL_DRAFTS},
     "plain": {"type": "nothing"},
 }
-"""What a router by goodput chooses from; alone, by policy `fixed`, each is a method of its own."""
+"""What a router by goodput chooses from; alone, by policy `fixed`, each is a method of its own. No DFlash: a pass over
+a block of 16 costs two cores about what it brings beside these, and trying it costs more."""
 
 SPECS: dict[str, dict[str, Any]] = {
     "vllm-draft-model": {**DRAFT_MODEL, "num_speculative_tokens": 7},

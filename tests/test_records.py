@@ -350,9 +350,11 @@ def test_lookups_say_what_they_expect_and_are_right_more_often_than_not(tmp_path
     drafters = {"suffix": {"tree": {"num_nodes": 8}}, "plain": {"type": "nothing"}}
     spec.write_text(json.dumps({"method": "whiflash", "drafters": drafters}))
     rows = [{"category": "echo", "prompt": "Say it again: " + f"{word} and so on, " * 8} for word in ("up", "down")]
+    rows.append({"category": "no room", "prompt": "word " * 600})
     prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
     crossspec("collect", "--out", str(tmp_path / "r"), *COLLECT, "--prompts", str(prompts), "--spec", str(spec))
     read = records.read_records(tmp_path / "r")
+    assert [text.category for text in read.texts] == ["echo", "echo"], "what is longer than the model takes is left out"
     suffix, plain = (read.forecasts[:, read.facts.drafters.index(name)] for name in ("suffix", "plain"))
     accepted = read.lengths[:, read.facts.drafters.index("suffix")] - 1
     assert (plain == 0).all() and (suffix >= 0).all() and (accepted[suffix == 0] == 0).all()

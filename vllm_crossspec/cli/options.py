@@ -59,7 +59,9 @@ class Answers(NamedTuple):
     ] = None
     limit: Limit = None
     max_tokens: Annotated[int, Option(min=2, help="Longest answer, in tokens.")] = 256
-    max_prompt_tokens: Annotated[int, Option(min=1, help="Longer prompts are left out.")] = 2048
+    max_prompt_tokens: Annotated[
+        int, Option(min=1, help="Longer prompts are left out, and those that leave the model no room for an answer.")
+    ] = 2048
     seed: Annotated[int, Option(min=0, help="Of sampled answers; each text adds its number.")] = 0
     shard_prompts: Annotated[int, Option(min=1, help="Prompts of a shard: what a stop can lose.")] = 64
 

@@ -69,7 +69,8 @@ class Recording:
 
     def __init__(self, llm: Any, job: dict[str, Any], emit: Emit, method: str):
         self.llm, self.sampling, self.emit, self.method = llm, job["sampling"], emit, method
-        self.chat, self.max_prompt_tokens = job["chat"], job["max_prompt_tokens"]
+        self.chat = job["chat"]
+        self.max_prompt_tokens = min(job["max_prompt_tokens"], llm.model_config.max_model_len - 1)
         self.steps: list[tuple[list[str], bytes]] = []
 
     def answer(self, prompts: list[dict[str, Any]]) -> dict[int, Answer]:
