@@ -38,6 +38,29 @@ def test_the_script(tmp_path, capsys, tree_seconds, best):
         assert of_rounds["mean"] > 1.1 and of_rounds["mean"] >= of_texts["mean"] >= 1.0
         assert all(1.02 < ratio <= of_rounds["mean"] for ratio in found), "the entropy tells"
     assert "goodput" in capsys.readouterr().out
+    assert len(row["ratios"]["goodput, left out"]) == 3
+
+
+def test_rounds_are_equal_without_costs_and_a_kind_comes_after_the_others(tmp_path, monkeypatch):
+    """What earlier texts showed helps a kind that comes last; without the others it starts from nothing."""
+    made_up_records(tmp_path / "records")
+    orders = []
+    by_experience = goodput_offline.simulate.by_experience
+    monkeypatch.setattr(
+        goodput_offline.simulate,
+        "by_experience",
+        lambda paths, *known: orders.append(paths.starts.tolist()) or by_experience(paths, *known),
+    )
+    out = tmp_path / "out.json"
+    assert goodput_offline.main(["--records", str(tmp_path / "records"), "--orders", "1", "--json", str(out)]) == 0
+    (row,) = json.loads(out.read_text())["rows"]
+    records = goodput_offline.read_records(tmp_path / "records")
+    kinds = {text.start: text.category for text in records.texts}
+    mixed, *left_out = [[kinds[start] for start in order] for order in orders]
+    assert row["costs"] == "equal rounds" and row["best"]["mean"] < 6, "tokens a round"
+    assert len(left_out) == len(set(mixed)) and sorted(mixed) == sorted(left_out[0])
+    for own in left_out:
+        assert own[0] != own[-1] and own.index(own[-1]) == len(own) - own.count(own[-1]), "its kind is last"
 
 
 def test_halves_are_other_texts(tmp_path):
