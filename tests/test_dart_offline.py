@@ -197,8 +197,10 @@ def test_the_script(responses, target_folder, target, drafter, drafter_folder, t
     draft = lambda batch, anchors: drafts(drafter, target, batch, anchors)  # noqa: E731
     chain = offline_acceptance(drafter, target, greedy_rows(responses), draft, drafter.num_drafts)
     found = rows["chain", None]["tokens_per_round"]
-    assert found["all"] == pytest.approx(chain["dev_accept"], abs=1e-3)
-    assert found["chat"] == pytest.approx(chain["dev_accept_chat"], abs=1e-3)
+    # In other batches a near-tie may fall otherwise (with AVX2 one does), which moves the rounds behind it.
+    near = 2.5 / rows["chain", None]["rounds"]
+    assert found["all"] == pytest.approx(chain["dev_accept"], abs=near)
+    assert found["chat"] == pytest.approx(chain["dev_accept_chat"], abs=2 * near)
     for tree in ("continuity", "best_first"):
         base = rows[tree, None]
         assert base["gain_percent"] is None and base["rounds"] > 0
