@@ -160,13 +160,24 @@ def marginals(
         last = batch.starts[:, None] + torch.where(is_place, steps, 0)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = model(target.states(batch.tokens), batch.tokens, target.embedding, last - 1)
-        best = logits[is_place].float().log_softmax(-1).topk(min(top_k, logits.shape[-1]), dim=-1)
+        log_probs, indices = likeliest(logits[is_place].float().log_softmax(-1), min(top_k, logits.shape[-1]))
         before = _around(batch.tokens, last, torch.arange(1 - width, 1))[is_place]
         after = _around(batch.tokens, last, torch.arange(1, depth + 1))[is_place]
-        parts.append((best.values, model.kept[best.indices], before, after, count))
+        parts.append((log_probs, model.kept[indices], before, after, count))
         progress.advance(bar, len(group))
     *places, counts = (torch.cat(part) for part in zip(*parts, strict=True))
     return Places(*places, counts.cumsum(0) - counts, counts, [row.category for row in rows])
+
+
+def likeliest(log_probs: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest of the last dimension, falling, the first of equals first as argmax has it, and where they are.
+
+    Logits in bfloat16 are often equal, and which of them `topk` puts first is left open.
+    """
+    values, indices = log_probs.topk(count, dim=-1)
+    indices, order = indices.sort(dim=-1)
+    values, order = values.gather(-1, order).sort(dim=-1, descending=True, stable=True)
+    return values, indices.gather(-1, order)
 
 
 def _around(tokens: torch.Tensor, places: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -89,6 +89,18 @@ def test_accepted_paths():
     assert lengths >= {0, 1, 2, 3}
 
 
+@pytest.mark.parametrize("size", [6, 40, 3000])
+def test_of_equal_tokens_the_first_comes_first(size):
+    """Values in steps, so that many are equal. Which of those at the list's end are taken is left open."""
+    values = torch.randint(0, size // 2, (200, size), generator=torch.Generator().manual_seed(size)).float()
+    found, tokens = dart_offline.likeliest(values, 5)
+    best, order = values.sort(dim=1, descending=True, stable=True)
+    assert torch.equal(found, best[:, :5]) and torch.equal(values.gather(1, tokens), found)
+    assert torch.equal(tokens[:, 0], values.argmax(1))
+    inside = found > best[:, 5:6]
+    assert torch.equal(tokens[inside], order[:, :5][inside]) and inside.any()
+
+
 def test_rounds_go_through_every_response():
     rng = np.random.default_rng(1)
     count = torch.tensor([7, 1, 12, 3])
@@ -197,10 +209,8 @@ def test_the_script(responses, target_folder, target, drafter, drafter_folder, t
     draft = lambda batch, anchors: drafts(drafter, target, batch, anchors)  # noqa: E731
     chain = offline_acceptance(drafter, target, greedy_rows(responses), draft, drafter.num_drafts)
     found = rows["chain", None]["tokens_per_round"]
-    # In other batches a near-tie may fall otherwise (with AVX2 one does), which moves the rounds behind it.
-    near = 2.5 / rows["chain", None]["rounds"]
-    assert found["all"] == pytest.approx(chain["dev_accept"], abs=near)
-    assert found["chat"] == pytest.approx(chain["dev_accept_chat"], abs=2 * near)
+    assert found["all"] == pytest.approx(chain["dev_accept"], abs=1e-3)
+    assert found["chat"] == pytest.approx(chain["dev_accept_chat"], abs=1e-3)
     for tree in ("continuity", "best_first"):
         base = rows[tree, None]
         assert base["gain_percent"] is None and base["rounds"] > 0
