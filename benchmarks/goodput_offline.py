@@ -16,7 +16,6 @@ import random
 import statistics
 import sys
 from collections.abc import Sequence
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,8 @@ from vllm_crossspec.cli import meta, options
 from vllm_crossspec.router import simulate
 from vllm_crossspec.router.costs import RoundCosts, read_costs
 from vllm_crossspec.router.simulate import Outcome, Value
-from vllm_crossspec.training.calibration import groups_of, trajectories
+from vllm_crossspec.training.calibration import by_turns, goodput_rule, groups_of, trajectories
 from vllm_crossspec.training.records import Records, read_records
-from vllm_crossspec.tree.schedule import expected_tokens
 
 HALVES = {"all": slice(None), "even": slice(0, None, 2), "odd": slice(1, None, 2)}
 
@@ -48,20 +46,11 @@ def equal_rounds(num_drafters: int) -> RoundCosts:
 
 
 def goodput(records: Records, value: Value, groups: Sequence[Sequence[list[int]]], seed: int) -> simulate.Rule:
-    """Policy `goodput` without a model, over texts in a random order, categories of a group by turns."""
-    assert value.costs is not None
-    generator = random.Random(seed)
-    turns: list[int] = []
+    """Policy `goodput` without a model, one group after the other; in each, categories by turns in a random order."""
+    generator, turns = random.Random(seed), []
     for group in groups:
-        shuffled = [generator.sample(texts, len(texts)) for texts in group]
-        turns += [text for turn in zip_longest(*shuffled) for text in turn if text is not None]
-    paths = trajectories(records, [records.texts[text] for text in turns])
-    foreseen = (records.forecasts >= 0).any(dim=0).tolist()
-    tried = [drafter for drafter, says in enumerate(foreseen) if not says]
-    priors = [expected_tokens(depth) for depth in records.facts.depths]
-    return simulate.by_experience(
-        paths, records.forecasts, records.entropy, priors, tried, value.costs, value.batch_size
-    )
+        turns += by_turns([generator.sample(texts, len(texts)) for texts in group])
+    return goodput_rule(records, value, turns)
 
 
 def compare(records: Records, value: Value, groups: dict[str, list[int]], orders: int) -> dict[str, Any]:

@@ -11,6 +11,8 @@ BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import goodput_offline  # noqa: E402
 
+from vllm_crossspec.router import simulate  # noqa: E402
+
 
 def costs_file(folder, tree_seconds):
     """Of two drafters, the second of which takes 10 ms a round."""
@@ -28,39 +30,34 @@ def test_the_script(tmp_path, capsys, tree_seconds, best):
     arguments = ["--records", str(tmp_path / "records"), "--costs", str(costs), "--batch-sizes", "1", "--orders", "3"]
     assert goodput_offline.main([*arguments, "--json", str(out)]) == 0
     (row,) = json.loads(out.read_text())["rows"]
-    found = [ratios["mean"] for ratios in row["ratios"]["goodput"]]
+    found, last = ([ratios["mean"] for ratios in row["ratios"][name]] for name in ("goodput", "goodput, left out"))
     (of_rounds,), (of_texts,) = row["ratios"]["best arm of every round"], row["ratios"]["best arm of every text"]
     assert row["arms"]["mean"] == best and len(found) == 3 and len(set(found)) > 1
     if tree_seconds:
         assert of_rounds["mean"] == of_texts["mean"] == pytest.approx(1.0)
-        assert all(0.9 < ratio <= 1.0 for ratio in found), "what trying costs"
+        assert all(0.9 < ratio <= 1.0 for ratio in found + last), "what trying costs"
     else:
         assert of_rounds["mean"] > 1.1 and of_rounds["mean"] >= of_texts["mean"] >= 1.0
-        assert all(1.02 < ratio <= of_rounds["mean"] for ratio in found), "the entropy tells"
-    assert "goodput" in capsys.readouterr().out
-    assert len(row["ratios"]["goodput, left out"]) == 3
+        assert all(1.02 < ratio <= of_rounds["mean"] for ratio in found + last), "the entropy tells"
+    assert "goodput" in capsys.readouterr().out and len(last) == 3
 
 
 def test_rounds_are_equal_without_costs_and_a_kind_comes_after_the_others(tmp_path, monkeypatch):
-    """What earlier texts showed helps a kind that comes last; without the others it starts from nothing."""
     made_up_records(tmp_path / "records")
-    orders = []
-    by_experience = goodput_offline.simulate.by_experience
-    monkeypatch.setattr(
-        goodput_offline.simulate,
-        "by_experience",
-        lambda paths, *known: orders.append(paths.starts.tolist()) or by_experience(paths, *known),
-    )
+    records, orders = goodput_offline.read_records(tmp_path / "records"), []
+    rule = goodput_offline.goodput_rule
+    monkeypatch.setattr(goodput_offline, "goodput_rule", lambda *given: orders.append(given[2]) or rule(*given))
     out = tmp_path / "out.json"
     assert goodput_offline.main(["--records", str(tmp_path / "records"), "--orders", "1", "--json", str(out)]) == 0
     (row,) = json.loads(out.read_text())["rows"]
-    records = goodput_offline.read_records(tmp_path / "records")
-    kinds = {text.start: text.category for text in records.texts}
-    mixed, *left_out = [[kinds[start] for start in order] for order in orders]
-    assert row["costs"] == "equal rounds" and row["best"]["mean"] < 6, "tokens a round"
-    assert len(left_out) == len(set(mixed)) and sorted(mixed) == sorted(left_out[0])
-    for own in left_out:
-        assert own[0] != own[-1] and own.index(own[-1]) == len(own) - own.count(own[-1]), "its kind is last"
+    assert row["costs"] == "equal rounds"
+    paths = goodput_offline.trajectories(records, records.texts)
+    for category, texts in goodput_offline.groups_of(records).items():
+        alone = [simulate.walk(paths, simulate.always(i)).of(texts).acceptance_length for i in range(2)]
+        assert row["best"][category] == pytest.approx(max(alone)), "tokens a round"
+    mixed, *left_out = [[records.texts[text].category for text in order] for order in orders]
+    assert mixed == ["chat", "math"] * 30
+    assert left_out == [["math"] * 30 + ["chat"] * 30, ["chat"] * 30 + ["math"] * 30]
 
 
 def test_halves_are_other_texts(tmp_path):

@@ -4,7 +4,7 @@ Shape legend: M records, N drafters in routing order (the last is the reference)
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -167,16 +167,27 @@ def oracle_rules(records: Records, value: Value) -> dict[str, Rule]:
     return rules
 
 
-def goodput_rule(records: Records, value: Value) -> Rule:
-    """Policy ``goodput`` without a model, at these costs; the categories take turns, as requests of a server do."""
+def goodput_rule(records: Records, value: Value, turns: Sequence[int] | None = None) -> Rule:
+    """Policy ``goodput`` without a model, at these costs, which must be known.
+
+    Args:
+        records: of the texts.
+        value: the costs and the batch size to go by.
+        turns: texts in the order in which they are asked for; None: categories by turns, as requests of a server do.
+    """
     assert value.costs is not None
-    turns = [text for group in zip_longest(*groups_of(records).values()) for text in group if text is not None]
+    if turns is None:
+        turns = by_turns(groups_of(records).values())
     paths = trajectories(records, [records.texts[text] for text in turns])
-    depths = records.facts.depths
     tried = [drafter for drafter, foreseen in enumerate((records.forecasts >= 0).any(dim=0).tolist()) if not foreseen]
-    priors = list(map(expected_tokens, depths))
+    priors = list(map(expected_tokens, records.facts.depths))
     known = (records.forecasts, records.entropy, priors, tried)
     return simulate.by_experience(paths, *known, value.costs, value.batch_size)
+
+
+def by_turns(groups: Iterable[Sequence[int]]) -> list[int]:
+    """One text of each group, then the next of each."""
+    return [text for turn in zip_longest(*groups) for text in turn if text is not None]
 
 
 def table(records: Records, rules: dict[str, Rule], value: Value) -> list[Row]:
