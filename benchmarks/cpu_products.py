@@ -3,8 +3,9 @@
     python benchmarks/cpu_products.py                    # the layers of inflate's shape 0.2b, two threads
     python benchmarks/cpu_products.py --shape 0.6b --threads 1
 
-Linear layers beside oneDNN's, which vLLM takes; attention beside PyTorch's operations. By turns, each figure
-the median; with random weights, and every layer's own, so that they are read from memory as in an engine.
+Linear layers beside oneDNN's, which vLLM takes, with any weights and with weights that bfloat16 holds exactly, as those
+of most checkpoints; attention beside PyTorch's operations. By turns, each figure the median; with random weights, and
+every layer's own, so that they are read from memory as in an engine.
 """
 
 import argparse
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     one += [(2 * shape.mlp, width), (width, shape.mlp)]
     weights = [torch.randn(outputs, inputs) / 32 for _ in range(shape.layers) for outputs, inputs in one]
     mine = [ops.pack(weight) for weight in weights]
+    halves = [ops.pack(weight.bfloat16().float()) for weight in weights]
     theirs = [vllm_ops.create_onednn_mm(weight.t(), 32) for weight in weights]
 
     def linear_calls(rows: int) -> dict[str, Callable[[], object]]:
@@ -68,11 +70,11 @@ def main(argv: Sequence[str] | None = None) -> None:
             for weight, handler in zip(weights, theirs, strict=True):
                 vllm_ops.onednn_mm(handler, x[weight.shape[1]], None)
 
-        def of_the_lane() -> None:
-            for weight, packed in zip(weights, mine, strict=True):
+        def of_the_lane(all_packed: list[torch.Tensor]) -> None:
+            for weight, packed in zip(weights, all_packed, strict=True):
                 ops.linear(x[weight.shape[1]], packed, weight.shape[0], None)
 
-        return {"oneDNN": of_onednn, "lane": of_the_lane}
+        return {"oneDNN": of_onednn, "lane": lambda: of_the_lane(mine), "halves": lambda: of_the_lane(halves)}
 
     def attention_calls(rows: int, keys: int) -> dict[str, Callable[[], object]]:
         cache = torch.randn(keys // BLOCK, kv_heads, BLOCK, 2 * size)
@@ -86,10 +88,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         }
 
     print(f"{options.shape}: {sum(w.numel() for w in weights) / 1e6:.0f} M weights, {options.threads} threads\n")
-    print("| rows | oneDNN, ms | lane, ms |\n|---|---|---|")
+    print("| rows | oneDNN, ms | lane, ms | lane, weights of a bfloat16 checkpoint, ms |\n|---|---|---|---|")
     for rows in ROWS:
         found = medians(linear_calls(rows), options.turns)
-        print(f"| {rows} | {found['oneDNN']:.1f} | {found['lane']:.1f} |", flush=True)
+        print(f"| {rows} | {found['oneDNN']:.1f} | {found['lane']:.1f} | {found['halves']:.1f} |", flush=True)
     print("\n| rows of a tree, keys | PyTorch, ms a layer | lane, ms a layer |\n|---|---|---|")
     for rows, keys in itertools.product(TREE_ROWS, KEYS):
         found = medians(attention_calls(rows, keys), 20 * options.turns)

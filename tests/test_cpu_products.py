@@ -56,6 +56,20 @@ def test_a_rows_bits_do_not_depend_on_its_batch(ops, outputs, inputs, threads):
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("outputs, inputs", SHAPES)
+def test_weights_of_a_bfloat16_checkpoint_are_half_as_large_and_give_the_same_bits(ops, outputs, inputs):
+    torch.manual_seed(0)
+    weight = torch.randn(outputs, inputs).bfloat16().float()
+    finer = torch.cat([weight, torch.full((1, inputs), 1 / 3)])  # what bfloat16 does not hold
+    halves, whole = ops.pack(weight), ops.pack(finer)
+    assert whole.dtype == torch.float32
+    assert halves.dtype == (torch.bfloat16 if inputs % 2 == 0 else torch.float32)
+    for rows in ROWS:
+        x = torch.randn(rows, inputs)
+        product = ops.linear(x, whole, outputs + 1, None)[:, :outputs]
+        assert torch.equal(ops.linear(x, halves, outputs, None), product)
+
+
 def test_other_shapes_and_strides_of_x(ops):
     torch.manual_seed(0)
     weight = torch.randn(40, 24)

@@ -2,7 +2,8 @@
 //
 // `linear`: the weights are packed: slabs of `depth` columns, in them tiles of `lanes` outputs, in them one vector for
 // each column. So every thread reads one stream, once, and asks for it far ahead. A tile's sums of all rows stay in
-// registers, and what a slab reads of x in the first-level cache.
+// registers, and what a slab reads of x in the first-level cache. Weights that bfloat16 holds exactly, as those of a
+// checkpoint in bfloat16 do, are packed in it, two columns' in a word: half of what is read, and the same bits of y.
 //
 // `attend`, `attend_level`: rows of a draft tree over the paged cache, whose blocks have keys by dimension and values
 // by token, so that both products read whole vectors in place. `top`: what a tree's next level is chosen from.
@@ -15,6 +16,7 @@
 #include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <optional>
@@ -38,7 +40,9 @@ constexpr long lanes = 16, most_rows = 24;  // 24 vectors of sums and one of wei
 constexpr long lanes = 8, most_rows = 12;  // and one of x, of 16
 #endif
 constexpr long depth = 192;
-constexpr long panel = 8;               // blocks of rows
+constexpr long panel = 32;              // blocks of rows
+constexpr long chunk = 32768;           // sums of a panel, in the second-level cache
+constexpr long worth_widening = 4;      // blocks of rows
 constexpr long far_ahead = 4096;        // floats, into the second-level cache
 constexpr long ahead_by = 128;          // floats, into the first
 constexpr std::size_t most_kept = 1 << 22;  // floats, of x turned and of sums
@@ -46,6 +50,8 @@ constexpr long worth_threads = 200000;  // products
 
 typedef float vector __attribute__((vector_size(4 * lanes)));
 typedef float unaligned __attribute__((vector_size(4 * lanes), aligned(4)));
+using ints = int __attribute__((vector_size(4 * lanes)));
+constexpr int upper_half = -65536;
 
 #ifdef __clang__
 #define UNROLL _Pragma("clang loop unroll(full)")
@@ -55,48 +61,57 @@ typedef float unaligned __attribute__((vector_size(4 * lanes), aligned(4)));
 
 struct Slab {
     const float *x;     // [columns, rows]
-    const float *w;     // [tiles, columns, lanes], two columns `between` apart
+    const float *w;     // [tiles, words, lanes], two words `between` apart
     const float *from;  // what is added to,
     float *to;          // and where it goes
-    long columns;
+    long words;         // a column's weight each, or the next two columns' in bfloat16, the first in the lower half
     long from_row, to_row;    // two rows' distance there,
     long from_tile, to_tile;  // and two tiles'
     const float *ahead;  // what is read next,
-    long step;           // and how much of it to ask for with every column
+    long step;           // and how much of it to ask for with every word
     long between = lanes;
 };
 
 // Add one slab to the sums of a few tiles.
-template <int rows, int tiles>
+template <int rows, int tiles, bool halves>
 void add_slab(const Slab &slab) {
-    const long columns = slab.columns, step = slab.step, between = slab.between;
+    const long words = slab.words, step = slab.step, between = slab.between;
     const float *x = slab.x, *w = slab.w, *ahead = slab.ahead;
     vector sums[tiles][rows];
     UNROLL for (int tile = 0; tile < tiles; tile++) UNROLL for (int row = 0; row < rows; row++)
         sums[tile][row] =
             *reinterpret_cast<const unaligned *>(slab.from + tile * slab.from_tile + row * slab.from_row);
-    for (long column = 0; column < columns; column++, x += rows, w += between, ahead += step) {
+    for (long word = 0; word < words; word++, w += between, ahead += step) {
         __builtin_prefetch(ahead, 0, 2);
         if (tiles == 1) __builtin_prefetch(w + ahead_by, 0, 3);
-        vector weights[tiles];
-        UNROLL for (int tile = 0; tile < tiles; tile++)
-            weights[tile] = *reinterpret_cast<const vector *>(w + tile * lanes * columns);
-        // Rows outside: else compilers load x for all of them first, and run out of registers.
-        UNROLL for (int row = 0; row < rows; row++)
-            UNROLL for (int tile = 0; tile < tiles; tile++) sums[tile][row] += x[row] * weights[tile];
+        UNROLL for (int half = 0; half <= halves; half++, x += rows) {
+            if (half) __asm__ volatile("" ::: "memory");  // else compilers mix both halves, and run out of registers
+            vector weights[tiles];
+            UNROLL for (int tile = 0; tile < tiles; tile++) {
+                const float *own = w + tile * lanes * words;
+                const ints two = *reinterpret_cast<const ints *>(own);
+                weights[tile] = halves ? (vector)(half ? two & upper_half : two << 16) : (vector)two;
+            }
+            // Rows outside: else compilers load x for all of them first, and run out of registers.
+            UNROLL for (int row = 0; row < rows; row++)
+                UNROLL for (int tile = 0; tile < tiles; tile++) sums[tile][row] += x[row] * weights[tile];
+        }
     }
     UNROLL for (int tile = 0; tile < tiles; tile++) UNROLL for (int row = 0; row < rows; row++)
         *reinterpret_cast<unaligned *>(slab.to + tile * slab.to_tile + row * slab.to_row) = sums[tile][row];
 }
 
 using AddSlab = void (*)(const Slab &);
-template <int tiles, std::size_t... index>
+template <int tiles, bool halves, std::size_t... index>
 AddSlab by_rows(std::size_t rows, std::index_sequence<index...>) {
-    static constexpr AddSlab table[] = {add_slab<index + 1, tiles>...};
+    static constexpr AddSlab table[] = {add_slab<index + 1, tiles, halves>...};
     return table[rows - 1];
 }
-AddSlab adds_one(long rows) { return by_rows<1>(rows, std::make_index_sequence<most_rows>()); }
-AddSlab adds_two(long rows) { return by_rows<2>(rows, std::make_index_sequence<most_rows / 2>()); }
+template <bool halves = false>
+AddSlab adds(long rows, long tiles = 1) {
+    return tiles == 1 ? by_rows<1, halves>(rows, std::make_index_sequence<most_rows>())
+                      : by_rows<2, halves>(rows, std::make_index_sequence<most_rows / 2>());
+}
 
 constexpr float zeros[lanes] = {};
 
@@ -107,6 +122,7 @@ struct Product {
     float *sums;    // [tiles, m, lanes]
     long m, n, k;
     long blocks;  // of rows, nearly of one size: one where a tile's sums fit in the registers, else for two tiles
+    bool halves;  // weights are in bfloat16
 
     long tiles() const { return (n + lanes - 1) / lanes; }
     long first_row(long block) const { return m * block / blocks; }
@@ -133,41 +149,58 @@ struct Product {
         }
     }
 
-    // Multiply with tiles `from` to `to`, panels of rows one after the other: results of more than one would not stay
-    // in the second-level cache between slabs.
+    // Multiply with tiles `from` to `to`: a panel of rows, and of it so many tiles that their sums stay in the
+    // second-level cache from slab to slab. Weights are read once for each panel.
     void multiply(long from, long to) const {
         const long panels = (blocks + panel - 1) / panel;
         for (long index = 0; index < panels; index++) {
             const long first = blocks * index / panels, last = blocks * (index + 1) / panels;
-            for (long begin = 0; begin < k; begin += depth)
-                add(begin, std::min(depth, k - begin), first, last, from, to);
+            const long count = first_row(last) - first_row(first), pairs = chunk / (2 * lanes * count);
+            const long size = blocks > 1 ? 2 * std::max(1l, pairs) : to - from;
+            for (long tile = from; tile < to; tile += size)
+                for (long begin = 0; begin < k; begin += depth)
+                    add(begin, std::min(depth, k - begin), first, last, tile, std::min(to, tile + size));
         }
     }
 
     // One slab, some blocks of rows, two tiles at a time where there are several blocks, which load x less often. Sums
     // go to y with the last slab alone: its rows are often a power of two apart, which keeps few of them in a cache.
     void add(long begin, long columns, long first_block, long last_block, long from, long to) const {
-        const bool is_last = begin + columns == k;
+        const bool is_last = begin + columns == k, widens = halves && last_block - first_block >= worth_widening;
+        const long in_a_word = 1 + halves, words = columns / in_a_word, asking = std::min(4l, last_block - first_block);
         for (long tile = from, at_once; tile < to; tile += at_once) {
             const long output = tile * lanes, left = n - output;
             at_once = blocks > 1 && to - tile > 1 && left >= 2 * lanes ? 2 : 1;
-            const long size = at_once * lanes, step = size / (last_block - first_block);
-            const float *w = packed + begin * tiles() * lanes + output * columns;
+            const long size = at_once * lanes;
+            const float *w = packed + begin / in_a_word * tiles() * lanes + output * words;
+            alignas(vector) float wide[2 * lanes * depth];
+            if (widens) widen(w, at_once * words, wide);
+            const long step = size / asking / (1 + widens);
             float some[2 * lanes] = {};
             if (bias) std::copy_n(bias + output, std::min(left, size), some);
             for (long block = first_block; block < last_block; block++) {
-                const long first = first_row(block), count = rows(block);
+                const long first = first_row(block), count = rows(block), asked = block - first_block;
                 float *own = sums + (tile * m + first) * lanes, *out = y + first * n + output;
                 const float *rows_of_x = turned + first * k + begin * count;
-                Slab slab = {rows_of_x, w, own, own, columns, lanes, lanes, m * lanes, m * lanes};
+                Slab slab = {rows_of_x, w, own, own, words, lanes, lanes, m * lanes, m * lanes};
+                if (widens) slab.w = wide, slab.words = columns;
                 if (!begin) slab.from = some, slab.from_row = 0, slab.from_tile = lanes;
                 if (is_last && left >= size) slab.to = out, slab.to_row = n, slab.to_tile = lanes;
-                slab.ahead = w + (blocks > 1 ? size * columns + (block - first_block) * step * columns : far_ahead);
-                slab.step = step;
-                (at_once == 2 ? adds_two(count) : adds_one(count))(slab);
+                slab.ahead = w + (blocks > 1 ? size * words + asked * step * slab.words : far_ahead);
+                slab.step = blocks > 1 && asked >= asking ? 0 : step;
+                (halves && !widens ? adds<true>(count, at_once) : adds<false>(count, at_once))(slab);
                 if (is_last && left < size)
                     for (long row = 0; row < count; row++) std::copy_n(own + row * lanes, left, out + row * n);
             }
+        }
+    }
+
+    // Words of two columns in bfloat16 as two of floats.
+    static void widen(const float *from, long words, float *to) {
+        for (long word = 0; word < words; word++) {
+            const ints two = reinterpret_cast<const ints *>(from)[word];
+            reinterpret_cast<ints *>(to)[2 * word] = two << 16;
+            reinterpret_cast<ints *>(to)[2 * word + 1] = two & upper_half;
         }
     }
 
@@ -182,8 +215,6 @@ struct Product {
         own.multiply(tiles * thread / threads, tiles * (thread + 1) / threads);
     }
 };
-
-using ints = int __attribute__((vector_size(4 * lanes)));
 
 // e to the power of x, which is not positive: as Cephes has it, within two units in the last place; 0 below -87.
 vector exponential(vector x) {
@@ -247,7 +278,7 @@ struct Attention {
             for (long key = 0; key < span.size; key += lanes) {
                 const float *keys = span.keys + key;
                 float *to = logits + span.start + key;
-                adds_one(count)({turned, keys, zeros, to, head_size, 0, pitch, 0, 0, keys, 0, span.pitch});
+                adds(count)({turned, keys, zeros, to, head_size, 0, pitch, 0, 0, keys, 0, span.pitch});
             }
         });
         float factors[most_rows];
@@ -264,7 +295,7 @@ struct Attention {
                 Slab slab = {x, values, sums + d, sums + d, span.size, head_size, head_size, 0, 0, values, 0};
                 slab.between = span.value_pitch;
                 if (!span.start) slab.from = zeros, slab.from_row = 0;
-                adds_one(count)(slab);
+                adds(count)(slab);
             }
         });
         for (long index = 0; index < count; index++) {
@@ -349,16 +380,25 @@ struct Attentions {
 
 using torch::stable::Tensor;
 
+unsigned bits(float value) { return std::bit_cast<unsigned>(value); }
+
 Tensor pack(Tensor weight) {
     weight = torch::stable::contiguous(weight);
     const long n = weight.size(0), k = weight.size(1);
     const float *from = static_cast<const float *>(weight.data_ptr());
-    Tensor packed = torch::stable::new_empty(weight, {(n + lanes - 1) / lanes * lanes * k});
-    float *to = static_cast<float *>(packed.data_ptr());
+    unsigned lower = 0;
+    for (long index = 0; index < n * k; index++) lower |= bits(from[index]) & 0xffff;
+    const bool halves = !lower && k % 2 == 0;
+    const auto type = halves ? torch::headeronly::ScalarType::BFloat16 : torch::headeronly::ScalarType::Float;
+    Tensor packed = torch::stable::new_empty(weight, {(n + lanes - 1) / lanes * lanes * k}, type);
+    unsigned *to = static_cast<unsigned *>(packed.data_ptr());
     for (long begin = 0; begin < k; begin += depth)
         for (long tile = 0; tile < n; tile += lanes)
-            for (long column = begin; column < std::min(k, begin + depth); column++)
-                for (long lane = tile; lane < tile + lanes; lane++) *to++ = lane < n ? from[lane * k + column] : 0;
+            for (long column = begin; column < std::min(k, begin + depth); column += 1 + halves)
+                for (long lane = tile; lane < tile + lanes; lane++) {
+                    const float *own = from + lane * k + column;
+                    *to++ = lane >= n ? 0 : halves ? bits(own[0]) >> 16 | bits(own[1]) : bits(own[0]);
+                }
     return packed;
 }
 
@@ -385,6 +425,7 @@ Tensor linear(Tensor x, Tensor packed, int64_t outputs, std::optional<Tensor> bi
         outputs,
         k,
         m <= most_rows ? 1 : (m + most_rows / 2 - 1) / (most_rows / 2),
+        packed.scalar_type() == torch::headeronly::ScalarType::BFloat16,
     };
     if (m * outputs * k >= worth_threads) {
         GOMP_parallel(Product::work, &product, 0, 0);
