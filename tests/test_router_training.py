@@ -13,15 +13,18 @@ from scipy.optimize import isotonic_regression
 from vllm_crossspec.cli import app
 from vllm_crossspec.router import simulate
 from vllm_crossspec.router.checkpoint import read_router, save_router
-from vllm_crossspec.router.costs import RoundCosts
+from vllm_crossspec.router.costs import RoundCosts, auto_thresholds
 from vllm_crossspec.router.simulate import Trajectories, Value, always, by_entropy, by_gain, walk
 from vllm_crossspec.shards import shard_path
 from vllm_crossspec.training import calibration, records
 from vllm_crossspec.training.records import Answer, Facts
 from vllm_crossspec.training.router import (
+    Carried,
     RouterConfig,
     RouterNet,
+    Split,
     checkpoint_gains,
+    fit,
     fit_entropy_gain,
     gains_of,
     predicted_gains,
@@ -30,6 +33,7 @@ from vllm_crossspec.training.router import (
     split_texts,
     train_router,
 )
+from vllm_crossspec.training.transfer import leave_kinds_out
 
 COSTS = RoundCosts(
     (1, 8), ((0.02, 0.01, 0.01), (0.03, 0.02, 0.01)), ((0.1,) * 3, (0.2,) * 3), ((0.01,) * 3, (0.05,) * 3)
@@ -336,6 +340,64 @@ def test_patience_keeps_the_best_epoch(tmp_path):
     assert float((gains - gains_of(data))[held].square().mean()) == pytest.approx(min(errors), rel=1e-4)
 
 
+@pytest.mark.parametrize("num_drafters", [2, 3])
+def test_a_kind_that_is_left_out_teaches_nothing_of_itself(tmp_path, num_drafters):
+    """What is predicted of a kind is what a network says that never saw it, and its own lengths change none of it."""
+    data = made_up_records(tmp_path, num_drafters=num_drafters)
+    config = RouterConfig(epochs=3, batch_tokens=128, lr=1e-2, dropout=0.0)
+    found = leave_kinds_out(data, config, Value())
+    math = rows_of(data, [text for text in data.texts if text.category == "math"])
+    texts = tuple(text for text in data.texts if text.category == "chat")
+    net = fit(data, Split(texts, ()), config, epochs=found.carried.epochs)
+    assert torch.equal(predicted_gains(data, net)[math], found.gains[math])
+    spoiled = data.lengths.clone()
+    spoiled[math] = 1
+    again = fit(data._replace(lengths=spoiled), Split(texts, ()), config, epochs=found.carried.epochs)
+    assert torch.equal(predicted_gains(data, again)[math], found.gains[math])
+    assert not torch.equal(predicted_gains(data, again)[~math], found.gains[~math])  # which it has seen
+
+
+def test_thresholds_are_best_for_the_kind_that_fares_worst(tmp_path):
+    data = made_up_records(tmp_path)
+    found = leave_kinds_out(data, QUICK, Value(), points=9)
+    paths, groups = calibration.trajectories(data, data.texts), calibration.groups_of(data)
+
+    def ratios(threshold):
+        outcome = walk(paths, by_gain(found.gains, [threshold]))
+        single = [[walk(paths, always(d)).of(texts).acceptance_length for d in (0, 1)] for texts in groups.values()]
+        worth = [outcome.of(texts).acceptance_length for texts in groups.values()]
+        return [own / max(alone) for own, alone in zip(worth, single, strict=True)]
+
+    grid = {*calibration.grid_of(found.gains[:, 0], 9), 0.0}
+    assert found.thresholds[0] == max(t for t in grid if min(ratios(t)) == max(min(ratios(u)) for u in grid))
+    assert found.carried.margins == found.thresholds
+    assert [kind.routed / kind.single for kind in found.kinds.values()] == pytest.approx(ratios(found.thresholds[0]))
+    assert all(kind.routed <= kind.oracle + 1e-9 and min(kind.r2) > 0.5 for kind in found.kinds.values())
+
+
+def test_what_carries_over_is_what_the_router_keeps(tmp_path):
+    """Epochs and margins; at costs a threshold is the margin above break-even, and so is what "auto" makes of it."""
+    data = made_up_records(tmp_path)
+    costs = RoundCosts((1,), ((0.3, 0.0),), ((1.0, 1.0),), ((0.0, 0.0),))
+    config = RouterConfig(epochs=6, batch_tokens=128, lr=1e-2, dropout=0.0, held_out=0.2)
+    found = leave_kinds_out(data, config, Value(costs))
+    paths = calibration.trajectories(data, data.texts)
+    even = 0.3 * walk(paths, always(1)).acceptance_length
+    assert found.thresholds[0] == pytest.approx(found.carried.margins[0] + even)
+    checkpoint, report = train_router(data, config, value=Value(costs), carried=found.carried)
+    short, _ = train_router(data, config, carried=Carried(1, found.carried.margins))
+    assert checkpoint.facts.margins == found.carried.margins
+    assert checkpoint.facts.train["epochs_kept"] == found.carried.epochs
+    assert torch.equal(short.hidden_weight, checkpoint.hidden_weight) == (found.carried.epochs == 1)
+    save_router(tmp_path / "router", checkpoint)
+    read = read_router(tmp_path / "router", hidden_size=HIDDEN, drafters=data.facts.drafters, key="router.model")
+    assert read.facts == checkpoint.facts
+    ((threshold,),) = auto_thresholds("neural", costs, read.facts, 2)
+    assert threshold == pytest.approx(0.3 * read.facts.mean_lengths[1] + found.carried.margins[0])
+    assert report.speeds["dflash"] == pytest.approx(report.lengths["dflash"])
+    assert report.speeds["eagle3"] == pytest.approx(report.lengths["eagle3"] / 1.3)
+
+
 # -- thresholds ---------------------------------------------------------------------------------------------------
 
 
@@ -381,6 +443,12 @@ def test_from_records_to_a_router_a_table_and_pictures(tmp_path, monkeypatch, ca
     training = ("--epochs", 30, "--batch-tokens", 128, "--lr", 1e-2, "--dropout", 0, "--weighting", "visits")
     run(monkeypatch, "train", "router", "--records", folder, "--out", router, *training)
     assert "R^2 of the gains +0." in capsys.readouterr().out
+    unseen = ("--transfer", "--seconds", "0.2,0.1")
+    run(monkeypatch, "train", "router", "--records", folder, "--out", tmp_path / "other", *training, *unseen)
+    said = capsys.readouterr().out
+    assert "categories that the router has not seen" in said and "tokens/s" in said and "epochs" in said
+    assert (tmp_path / "other" / "reliability.png").read_bytes().startswith(b"\x89PNG")
+    assert len(json.loads((tmp_path / "other" / "router.json").read_text())["margins"]) == 1
     for policy in ("entropy", "neural"):
         files = {"json": tmp_path / f"{policy}.json", "picture": tmp_path / f"{policy}.png"}
         options = ("--records", folder, "--router", router, "--policy", policy, "--json", files["json"])

@@ -242,14 +242,14 @@ def _load(folder: Path, drafters: str | None, router: Path | None, flags: CostOp
     if drafters is not None:
         records = choose_drafters(records, name_list(drafters))
     facts = records.facts
-    costs = _round_costs(flags, facts.drafters)
+    costs = round_costs(flags, facts.drafters)
     checkpoint = None
     if router is not None:
         checkpoint = read_router(router, hidden_size=facts.hidden_size, drafters=facts.drafters, key="--router")
     return Loaded(records, Value(costs, flags.batch_size), checkpoint)
 
 
-def _round_costs(flags: CostOptions, drafters: tuple[str, ...]) -> "RoundCosts | None":
+def round_costs(flags: CostOptions, drafters: Sequence[str]) -> "RoundCosts | None":
     """The costs that the flags give; None where they give none. Raises ValueError."""
     from vllm_crossspec.router.costs import parse_costs, read_costs
 

@@ -43,6 +43,7 @@ class RouterFacts:
         mean_lengths: [N] mean acceptance length of each drafter on the training records, tokens.
         entropy_gain: the fit that turns costs into an entropy threshold; None where there is none.
         train: how it was trained; free-form.
+        margins: [N - 1] tokens by which "auto" thresholds of predicted gains are above what costs ask for; None: 0.
     """
 
     hidden_size: int
@@ -51,6 +52,7 @@ class RouterFacts:
     mean_lengths: tuple[float, ...]
     entropy_gain: EntropyGain | None = None
     train: dict[str, Any] = field(default_factory=dict)
+    margins: tuple[float, ...] | None = None
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -163,6 +165,7 @@ def _parse(content: dict[str, Any]) -> RouterFacts:
         target=str(content["target"]),
         mean_lengths=_numbers(content["mean_lengths"]),
         entropy_gain=EntropyGain(_numbers(fit["entropy"]), tuple(map(_numbers, fit["gain"]))) if fit else None,
+        margins=_numbers(content["margins"]) if content.get("margins") else None,
         train=dict(content["train"]),
     )
 
@@ -178,6 +181,10 @@ def _disagreement(facts: RouterFacts) -> str | None:
         return "drafters must be two or more different names"
     if len(facts.mean_lengths) != num_drafters or not all(1 <= length < math.inf for length in facts.mean_lengths):
         return f"mean_lengths must be {num_drafters} lengths of 1 or more"
+    if facts.margins is not None and (
+        len(facts.margins) != num_drafters - 1 or not all(map(math.isfinite, facts.margins))
+    ):
+        return f"margins must be {num_drafters - 1} numbers"
     if fit is None:
         return None
     edges = fit.entropy

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import inf
+from operator import add
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +148,10 @@ def auto_thresholds(policy: str, costs: RoundCosts | None, facts: RouterFacts | 
     3.3.2) with the threshold computed instead of searched. A switch is paid once and used for as long as the router
     stays, which is not known beforehand: policy ``goodput`` weighs it in every round, these thresholds leave it out.
 
-    neural: tau_i, tokens. entropy: the entropy (nats) from which on the trained router's fit of mean gain by entropy
-    says that drafter i is worth more than tau_i and than every later drafter; ``inf`` where it never is, ``ALWAYS``
-    where it always is. Without such a fit a prior stands in, which no cost can move: 1 nat for two drafters, values
-    spread evenly between 2 and 0 for more.
+    neural: tau_i and the trained router's margin, tokens. entropy: the entropy (nats) from which on the trained
+    router's fit of mean gain by entropy says that drafter i is worth more than tau_i and than every later drafter;
+    ``inf`` where it never is, ``ALWAYS`` where it always is. Without such a fit a prior stands in, which no cost can
+    move: 1 nat for two drafters, values spread evenly between 2 and 0 for more.
 
     Args:
         policy: a routing policy; those without thresholds get zeros.
@@ -167,18 +168,24 @@ def auto_thresholds(policy: str, costs: RoundCosts | None, facts: RouterFacts | 
         return tuple((0.0,) * others for _ in rows)
     assert costs is None or costs.num_drafters == num_drafters
     length = facts.mean_lengths[-1] if facts else 0.0
-    margins = tuple(_break_even(costs.round_seconds(row), length) if costs else (0.0,) * others for row in rows)
+    margins = tuple(break_even(costs.round_seconds(row), length) if costs else (0.0,) * others for row in rows)
     if kind.needs_hidden:
         assert facts, f"policy {policy} without a trained router"
-        return margins
+        own = facts.margins or (0.0,) * others
+        return tuple(tuple(map(add, row, own)) for row in margins)
     if facts is None or facts.entropy_gain is None:
         prior = tuple(2 * PRIOR_NATS * (num_drafters - 1 - i) / num_drafters for i in range(others))
         return tuple(prior for _ in rows)
     return tuple(_entropies(facts.entropy_gain, row) for row in margins)
 
 
-def _break_even(round_seconds: tuple[float, ...], length: float) -> tuple[float, ...]:
-    """[N - 1] tokens by which each drafter must beat the reference's ``length`` to be worth its longer round."""
+def break_even(round_seconds: Sequence[float], length: float) -> tuple[float, ...]:
+    """[N - 1] tokens by which each drafter must beat the reference's ``length`` to be worth its longer round.
+
+    Args:
+        round_seconds: [N].
+        length: tokens a round of the last drafter.
+    """
     *others, reference = round_seconds
     return tuple(length * (seconds / reference - 1.0) for seconds in others)
 

@@ -80,3 +80,31 @@ def draw_trace(
         axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.3)
         axes.figure.legend(fontsize=8, ncols=2 * len(drafters), loc="outside lower center")
+
+
+def draw_reliability(
+    gains: torch.Tensor, seen: torch.Tensor, kinds: dict[str, torch.Tensor], drafters: tuple[str, ...], path: Path
+) -> None:
+    """Gains that were predicted beside those that were seen: means of ten equally large groups, by kind of text.
+
+    Args:
+        gains: float [M, N - 1] predicted.
+        seen: float [M, N - 1].
+        kinds: bool [M] records of each kind.
+        drafters: [N] names, the reference last.
+        path: of the .png or .svg file.
+    """
+    others = gains.shape[1]
+    with picture(path, 1, others, figsize=(5.5 * others, 4.5)) as panels:
+        for i, axes in enumerate([panels] if others == 1 else panels):
+            for kind, rows in kinds.items():
+                order = gains[rows, i].argsort()
+                groups = [group for group in order.tensor_split(10) if len(group)]
+                said = [float(gains[rows, i][group].mean()) for group in groups]
+                axes.plot(said, [float(seen[rows, i][group].mean()) for group in groups], marker="o", label=kind)
+            ends = [float(gains[:, i].min()), float(gains[:, i].max())]
+            axes.plot(ends, ends, color="grey", linestyle="--", linewidth=1, label="as predicted")
+            axes.set_xlabel(f"predicted gain of {drafters[i]} over {drafters[-1]} (tokens)")
+            axes.set_ylabel("seen gain (tokens)")
+            axes.grid(alpha=0.3)
+            axes.legend(fontsize=8)

@@ -24,6 +24,9 @@ from vllm_crossspec.training.records import Records, Shard, Text, hidden_states
 Progress = Callable[[int, int, float | None], None]
 """Called with optimizer steps done, of how many, and the held-out error where it was just measured."""
 
+OnEpoch = Callable[["RouterNet"], None]
+"""Called with the network after every epoch."""
+
 POOL_ROWS = 1 << 18
 """Records whose hidden states are in memory together and are shuffled among each other."""
 
@@ -73,13 +76,27 @@ class Report(NamedTuple):
     Attributes:
         r2: [N - 1] share of the variance of the gains that it explains; below 0 it is worse than their mean.
         lengths: acceptance length by method.
+        speeds: tokens a second by method; none where costs are not known.
         num_texts, num_records: held out.
     """
 
     r2: tuple[float, ...]
     lengths: dict[str, float]
+    speeds: dict[str, float]
     num_texts: int
     num_records: int
+
+
+class Carried(NamedTuple):
+    """What carries over to kinds of text that a router has not seen.
+
+    Attributes:
+        epochs: after which it is worth most there.
+        margins: [N - 1] tokens, see :class:`RouterFacts`.
+    """
+
+    epochs: int
+    margins: tuple[float, ...]
 
 
 class RouterNet(nn.Module):
@@ -153,7 +170,11 @@ def gains_of(records: Records) -> torch.Tensor:
 
 
 def train_router(
-    records: Records, config: RouterConfig, progress: Progress | None = None
+    records: Records,
+    config: RouterConfig,
+    progress: Progress | None = None,
+    value: Value | None = None,
+    carried: "Carried | None" = None,
 ) -> tuple[RouterCheckpoint, Report]:
     """Train on the records but for the held-out texts.
 
@@ -161,18 +182,15 @@ def train_router(
         records: of at least two drafters.
         config: how.
         progress: called after every step.
+        value: what the report counts beside tokens a round, where it has costs.
+        carried: what kinds of text that were left out have taught; None: nothing.
 
     Raises:
         ValueError: too few texts or records.
     """
     split = split_texts(records, config.held_out, config.seed)
-    rows = rows_of(records, split.train) & records.is_complete
-    if int(rows.sum()) < 2:
-        raise ValueError("there are no records far enough from their text's end to learn from; collect longer answers")
-    weights = _weights(records, split.train, rows, config.weighting)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
-        net = _fit(records, split, rows, weights, config, progress)
+    rows, weights = _lessons(records, split, config)
+    net = fit(records, split, config, progress, epochs=carried.epochs if carried else None)
     gains = predicted_gains(records, net)
     facts = RouterFacts(
         hidden_size=records.facts.hidden_size,
@@ -183,10 +201,24 @@ def train_router(
             for i in range(len(records.facts.drafters))
         ),
         entropy_gain=fit_entropy_gain(records.entropy[rows], gains_of(records)[rows], weights[rows]),
-        train={**asdict(config), "num_texts": len(split.train), "num_records": int(rows.sum())},
+        margins=carried.margins if carried else None,
+        train={
+            **asdict(config),
+            "num_texts": len(split.train),
+            "num_records": int(rows.sum()),
+            **({"epochs_kept": carried.epochs} if carried else {}),
+        },
     )
     checkpoint = RouterCheckpoint(facts, *net.folded())
-    return checkpoint, _report(records, split, gains, facts)
+    return checkpoint, _report(records, split, gains, facts, value or Value())
+
+
+def _lessons(records: Records, split: Split, config: RouterConfig) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool [M] records to learn from and float32 [M] their weights. Raises ValueError where there are too few."""
+    rows = rows_of(records, split.train) & records.is_complete
+    if int(rows.sum()) < 2:
+        raise ValueError("there are no records far enough from their text's end to learn from; collect longer answers")
+    return rows, _weights(records, split.train, rows, config.weighting)
 
 
 def _weights(records: Records, texts: Sequence[Text], rows: torch.Tensor, weighting: str) -> torch.Tensor:
@@ -197,6 +229,34 @@ def _weights(records: Records, texts: Sequence[Text], rows: torch.Tensor, weight
     return weights / weights[rows].mean()
 
 
+def fit(
+    records: Records,
+    split: Split,
+    config: RouterConfig,
+    progress: Progress | None = None,
+    *,
+    epochs: int | None = None,
+    on_epoch: OnEpoch | None = None,
+) -> RouterNet:
+    """A network that has learned the gains of a split's texts.
+
+    Args:
+        records: of at least two drafters.
+        split: texts to learn from, and those whose error ``config.patience`` goes by.
+        config: how.
+        progress: called after every step.
+        epochs: end after so many, on the way down of ``config.epochs``; None: the end, or what ``patience`` says.
+        on_epoch: called after every epoch.
+
+    Raises:
+        ValueError: too few records.
+    """
+    rows, weights = _lessons(records, split, config)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        return _fit(records, split, rows, weights, config, progress, epochs, on_epoch)
+
+
 def _fit(
     records: Records,
     split: Split,
@@ -204,6 +264,8 @@ def _fit(
     weights: torch.Tensor,
     config: RouterConfig,
     progress: Progress | None,
+    epochs: int | None,
+    on_epoch: OnEpoch | None,
 ) -> RouterNet:
     targets = gains_of(records)
     net = RouterNet(records.facts.hidden_size, targets.shape[1], config.dropout)
@@ -214,7 +276,7 @@ def _fit(
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, total)
     held = rows_of(records, split.held_out) & records.is_complete
     best, best_error, waited = None, float("inf"), 0
-    for epoch in range(config.epochs):
+    for epoch in range(epochs or config.epochs):
         net.train()
         for chosen, states in _batches(records, rows, config, epoch):
             error = (net(states) - targets[chosen]).square().mean(dim=1)
@@ -226,7 +288,9 @@ def _fit(
             done += 1
             if progress is not None:
                 progress(done, total, None)
-        if not config.patience or not held.any():
+        if on_epoch is not None:
+            on_epoch(net.eval())
+        if not config.patience or epochs or not held.any():
             continue
         error_now = _error(records, net, held, targets)
         if progress is not None:
@@ -341,21 +405,35 @@ def rising(values: Sequence[float], masses: Sequence[float]) -> list[float]:
     return [value for value, _, count in blocks for _ in range(count)]
 
 
-def _report(records: Records, split: Split, gains: torch.Tensor, facts: RouterFacts) -> Report:
+def explained(gains: torch.Tensor, targets: torch.Tensor) -> tuple[float, ...]:
+    """[N - 1] share of the variance of ``targets`` [M, N - 1] that ``gains`` explain; 1 at most."""
+    spread = (targets - targets.mean(dim=0)).square().sum(dim=0).clamp(min=1e-12)
+    return tuple((1 - (gains - targets).square().sum(dim=0) / spread).tolist())
+
+
+def thresholds_of(policy: str, facts: RouterFacts, value: Value) -> tuple[float, ...]:
+    """[N - 1] "auto" thresholds at these costs, if any."""
+    rows = auto_thresholds(policy, value.costs, facts, len(facts.drafters))
+    return rows[value.costs.row(value.batch_size)] if value.costs is not None else rows[0]
+
+
+def _report(records: Records, split: Split, gains: torch.Tensor, facts: RouterFacts, value: Value) -> Report:
     """The held-out texts, or all where none is held out."""
     texts = split.held_out or split.train
-    rows, targets = rows_of(records, texts) & records.is_complete, gains_of(records)
-    spread = (targets[rows] - targets[rows].mean(dim=0)).square().sum(dim=0).clamp(min=1e-12)
-    r2 = 1 - (gains[rows] - targets[rows]).square().sum(dim=0) / spread
+    rows = rows_of(records, texts) & records.is_complete
     paths, others = trajectories(records, texts), gains.shape[1]
-    entropy = auto_thresholds("entropy", None, facts, others + 1)[0]
     outcomes: dict[str, Outcome] = {
         name: simulate.walk(paths, simulate.always(index)) for index, name in enumerate(records.facts.drafters)
     }
+    entropy, neural = (thresholds_of(policy, facts, value) for policy in ("entropy", "neural"))
     outcomes["entropy, auto"] = simulate.walk(paths, simulate.by_entropy(records.entropy, entropy))
     outcomes["neural, 0"] = simulate.walk(paths, simulate.by_gain(gains, [0.0] * others))
+    if any(neural):
+        outcomes["neural, auto"] = simulate.walk(paths, simulate.by_gain(gains, neural))
     one_each = [[i] for i in range(len(texts))]
-    outcomes["oracle-prompt"] = simulate.walk(paths, simulate.oracle_by_group(paths, one_each, Value()))
-    outcomes["oracle-token"] = simulate.walk(paths, simulate.oracle_token(paths, Value()))
+    outcomes["oracle-prompt"] = simulate.walk(paths, simulate.oracle_by_group(paths, one_each, value))
+    outcomes["oracle-token"] = simulate.walk(paths, simulate.oracle_token(paths, value))
     lengths = {name: outcome.acceptance_length for name, outcome in outcomes.items()}
-    return Report(tuple(r2.tolist()), lengths, len(texts), int(rows.sum()))
+    speeds = {name: value(outcome) for name, outcome in outcomes.items()} if value.costs is not None else {}
+    r2 = explained(gains[rows], gains_of(records)[rows])
+    return Report(r2, lengths, speeds, len(texts), int(rows.sum()))

@@ -1,0 +1,162 @@
+"""What a router's training may count on where it meets kinds of text that it has not seen.
+
+Every kind (a category of the records) is left out once: a network learns from the others and is judged on it. Of the
+epochs the one is kept, and of the thresholds those, that are best for the kind that fares worst; a router that is then
+trained on all kinds takes both over. The paper splits its texts at random (WhiFlash, section 3.3.2), where every kind
+stands on both sides.
+
+Shape legend: M records, N drafters in routing order (the last is the reference), E epochs.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from vllm_crossspec.router import simulate
+from vllm_crossspec.router.costs import break_even
+from vllm_crossspec.router.simulate import Outcome, Value
+from vllm_crossspec.training.calibration import grid_of, groups_of, search
+from vllm_crossspec.training.records import Records
+from vllm_crossspec.training.router import (
+    Carried,
+    Progress,
+    RouterConfig,
+    RouterNet,
+    Split,
+    explained,
+    fit,
+    gains_of,
+    predicted_gains,
+    rows_of,
+    trajectories,
+)
+
+
+class Kind(NamedTuple):
+    """A kind of text, by routers that have not seen it.
+
+    Attributes:
+        num_texts: of it.
+        r2: [N - 1] share of the variance of its gains that is explained.
+        best: name of its best single drafter.
+        single: what that is worth there, as the value counts.
+        routed: what the router is worth with the thresholds that were found.
+        oracle: what the best drafter of every round is worth.
+    """
+
+    num_texts: int
+    r2: tuple[float, ...]
+    best: str
+    single: float
+    routed: float
+    oracle: float
+
+
+class Transfer(NamedTuple):
+    """What leaving every kind out has taught.
+
+    Attributes:
+        carried: what a router of all kinds takes over.
+        thresholds: [N - 1] tokens, at the costs that were given.
+        kinds: by category.
+        gains: float32 [M, N - 1] predicted, each record's by the network that has not seen its kind.
+    """
+
+    carried: Carried
+    thresholds: tuple[float, ...]
+    kinds: dict[str, Kind]
+    gains: torch.Tensor
+
+
+def leave_kinds_out(
+    records: Records, config: RouterConfig, value: Value, points: int = 41, progress: Progress | None = None
+) -> Transfer:
+    """Train a network without each kind, and find what is best for the one that fares worst.
+
+    Args:
+        records: of at least two categories.
+        config: how to train; ``patience`` and ``held_out`` are not needed, for a kind is what is held out.
+        value: what the thresholds are to make most of.
+        points: thresholds of the grid, at most, for each drafter.
+        progress: called after every step, of all networks together.
+
+    Raises:
+        ValueError: one category only, or too few records of the others.
+    """
+    groups = groups_of(records)
+    if len(groups) < 2:
+        raise ValueError(
+            f"to leave kinds of text out the records must be of two categories or more, and all are of "
+            f"{records.categories[0]}; give the prompts of `crossspec collect` a category"
+        )
+    by_epoch = torch.zeros(config.epochs, *gains_of(records).shape)  # [E, M, N - 1]
+    for number, texts in enumerate(groups.values()):
+        _learn_without(records, texts, config, by_epoch, _shared(progress, number, len(groups)))
+    complete, targets = records.is_complete, gains_of(records)
+    of_kind = {kind: rows_of(records, [records.texts[t] for t in texts]) for kind, texts in groups.items()}
+    errors = [
+        max(1 - min(explained(gains[rows & complete], targets[rows & complete])) for rows in of_kind.values())
+        for gains in by_epoch
+    ]
+    best = errors.index(min(errors))
+    gains = by_epoch[best].clone()
+
+    paths, names = trajectories(records, records.texts), records.facts.drafters
+    alone = [simulate.walk(paths, simulate.always(drafter)) for drafter in range(len(names))]
+    singles = {kind: [value(one.of(texts)) for one in alone] for kind, texts in groups.items()}
+
+    def routed(thresholds: tuple[float, ...]) -> Outcome:
+        return simulate.walk(paths, simulate.by_gain(gains, thresholds))
+
+    def worst(thresholds: tuple[float, ...]) -> float:
+        outcome = routed(thresholds)
+        return min(value(outcome.of(texts)) / max(singles[kind]) for kind, texts in groups.items())
+
+    even = _even(records, value)
+    grid = [sorted({*grid_of(column, points), zero}) for column, zero in zip(gains.T, even, strict=True)]
+    thresholds = search(worst, grid, falling=False).thresholds
+    outcome, oracle = routed(thresholds), simulate.walk(paths, simulate.oracle_token(paths, value))
+    kinds = {
+        kind: Kind(
+            num_texts=len(texts),
+            r2=explained(gains[of_kind[kind] & complete], targets[of_kind[kind] & complete]),
+            best=names[singles[kind].index(max(singles[kind]))],
+            single=max(singles[kind]),
+            routed=value(outcome.of(texts)),
+            oracle=value(oracle.of(texts)),
+        )
+        for kind, texts in groups.items()
+    }
+    margins = tuple(threshold - zero for threshold, zero in zip(thresholds, even, strict=True))
+    return Transfer(Carried(best + 1, margins), thresholds, kinds, gains)
+
+
+def _learn_without(
+    records: Records, texts: list[int], config: RouterConfig, by_epoch: torch.Tensor, progress: Progress | None
+) -> None:
+    """Write what a network predicts of some texts into ``by_epoch`` [E, M, N - 1]; it learns from all others."""
+    left_out = tuple(records.texts[index] for index in texts)
+    others = tuple(text for text in records.texts if text not in set(left_out))
+    rows, epoch = rows_of(records, left_out), iter(range(config.epochs))
+
+    def note(net: RouterNet) -> None:
+        by_epoch[next(epoch), rows] = predicted_gains(records, net)[rows]
+
+    fit(records, Split(others, left_out), config, progress, epochs=config.epochs, on_epoch=note)
+
+
+def _even(records: Records, value: Value) -> tuple[float, ...]:
+    """[N - 1] tokens at which each drafter breaks even with the reference, from the costs alone."""
+    others = len(records.facts.drafters) - 1
+    if value.costs is None:
+        return (0.0,) * others
+    paths = trajectories(records, records.texts)
+    length = simulate.walk(paths, simulate.always(others)).acceptance_length
+    return break_even(value.costs.round_seconds(value.costs.row(value.batch_size)), length)
+
+
+def _shared(progress: Progress | None, number: int, count: int) -> Progress | None:
+    """Steps of one of several equal runs as steps of all."""
+    if progress is None:
+        return None
+    return lambda done, total, error: progress(number * total + done, count * total, error)
