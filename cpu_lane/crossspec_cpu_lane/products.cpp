@@ -39,7 +39,7 @@ constexpr long lanes = 16, most_rows = 24;  // 24 vectors of sums and one of wei
 #else
 constexpr long lanes = 8, most_rows = 12;  // and one of x, of 16
 #endif
-constexpr long depth = 192;
+constexpr long depth = 192;            // even: a word holds two columns
 constexpr long panel = 32;              // blocks of rows
 constexpr long chunk = 32768;           // sums of a panel, in the second-level cache
 constexpr long worth_widening = 4;      // blocks of rows
