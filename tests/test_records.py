@@ -447,6 +447,46 @@ def test_only_missing_shards_are_asked_for_again(tmp_path, capsys, monkeypatch):
     assert capsys.readouterr().err.endswith("crossspec: collect: router.policy: no such target\n")
 
 
+def test_prompts_that_drafters_learned_from_are_left_out(tmp_path, capsys):
+    """By the token ids that `train generate` wrote, or as text; the limit counts what is left."""
+    from transformers import AutoTokenizer
+
+    from vllm_crossspec.cli.collect import interleaved
+    from vllm_crossspec.cli.demo import POCKET
+    from vllm_crossspec.cli.learned import learned_prompts
+    from vllm_crossspec.training import generate
+    from vllm_crossspec.training.data import Row
+    from vllm_crossspec.training.generations import Generation, write_shard
+
+    prompts = tmp_path / "prompts.jsonl"
+    asked = ["Say what a tree is.", "  Ünï: <|im_end|> and\n  lines ", "What is 3 + 4?", "And 5 + 6?", "Last one."]
+    prompts.write_text("".join(json.dumps({"category": "a", "prompt": text}) + "\n" for text in asked))
+    tokenizer = AutoTokenizer.from_pretrained(str(POCKET / "target"))
+    rows = [Row("a", text.strip(), "an answer") for text in asked[:2]]
+    learned = generate._prompts(tokenizer, rows, generate.GenerateConfig(), 0.0)
+    (tmp_path / "responses").mkdir()
+    write_shard(
+        tmp_path / "responses" / "train-00000.jsonl.gz", [Generation(one.ids, [5, 6], "a", True) for one in learned]
+    )
+    (tmp_path / "more.jsonl").write_text(json.dumps({"prompt": asked[2] + "\n"}) + "\n")
+
+    def left(*sources, limit=None):
+        is_known = learned_prompts([tmp_path / source for source in sources], str(POCKET / "target"))
+        return [prompt.turns[0] for prompt in interleaved([prompts], limit, is_known)]
+
+    assert left("responses", "more.jsonl") == asked[3:]
+    assert "3 of 5 prompts left out: drafters learned from them" in capsys.readouterr().out
+    assert left("responses", limit=2) == asked[2:4]
+    assert left("more.jsonl") == [*asked[:2], *asked[3:]]
+    with pytest.raises(ValueError, match="learned from every one"):
+        left("prompts.jsonl")
+    with pytest.raises(ValueError, match=r"--learned-from .*none: give a folder of responses or a file of prompts"):
+        left("none")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match="--learned-from .*empty: no train-"):
+        left("empty")
+
+
 def test_collect_refuses_what_cannot_be_recorded(tmp_path, capsys, monkeypatch):
     single = tmp_path / "single.json"
     single.write_text(json.dumps({"method": "eagle3", "model": "x", "tree": {"type": "chain"}}))

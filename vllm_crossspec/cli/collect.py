@@ -17,6 +17,7 @@ from typer import Option
 from vllm_crossspec.cli import options, processes
 from vllm_crossspec.cli.bench import read_configs
 from vllm_crossspec.cli.demo import POCKET, WHIFLASH_DRAFTERS, located
+from vllm_crossspec.cli.learned import learned_prompts
 from vllm_crossspec.cli.processes import EngineError
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.runner import Prompt, by_category
@@ -37,6 +38,13 @@ def collect(
     out: Annotated[Path, Option(help="Folder of the records; a stopped collection goes on there.")],
     answers: options.Answers,
     spec: options.DraftersFile = None,
+    learned_from: Annotated[
+        list[Path] | None,
+        Option(
+            help="What the drafters learned from: a folder that `crossspec train generate` wrote, or a prompt file. "
+            "May be repeated. Its prompts are left out: there drafters are better than a router will meet them."
+        ),
+    ] = None,
     temperature: options.Greedy = 0.0,
     top_p: Annotated[float, Option(min=0.0, max=1.0, help="Of sampled answers.")] = 1.0,
     top_k: Annotated[int, Option(help="Of sampled answers; 0 is all tokens.")] = 0,
@@ -51,10 +59,11 @@ def collect(
 
     Then: `crossspec train router`, `crossspec calibrate`, `crossspec oracle`, `crossspec trace`, all without an engine.
 
-    Example: crossspec collect --prompts train.jsonl --out work/records
+    Example: crossspec collect --prompts train.jsonl --learned-from work/responses --out work/records
     """
     speculative = drafters_of(spec)
-    chosen = interleaved(answers.prompts, answers.limit)
+    is_known = learned_prompts(learned_from, answers.model or str(POCKET / "target")) if learned_from else None
+    chosen = interleaved(answers.prompts, answers.limit, is_known)
     sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": answers.max_tokens}
     if temperature > 0:
         sampling |= {"top_p": top_p, "top_k": top_k, "seed": answers.seed}
@@ -115,10 +124,27 @@ def describe(job: dict[str, Any], prompts: Sequence[Prompt], shard_prompts: int)
     }
 
 
-def interleaved(files: Sequence[Path] | None, limit: int | None) -> list[Prompt]:
-    """The prompts of all files, the categories taking turns, so that a collection stopped early has some of each."""
-    files = files or [POCKET / "prompts.jsonl"]
-    groups = by_category([prompt for file in files for prompt in read_prompts(file)])
+def interleaved(
+    files: Sequence[Path] | None, limit: int | None, is_known: Callable[[Prompt], bool] | None = None
+) -> list[Prompt]:
+    """The prompts of all files, the categories taking turns, so that a collection stopped early has some of each.
+
+    Args:
+        files: of prompts; None: the demo's.
+        limit: of each category; None: all.
+        is_known: prompts that are left out, with a line that says how many.
+
+    Raises:
+        ValueError: a file that cannot be used, or none is left.
+    """
+    prompts = [prompt for file in files or [POCKET / "prompts.jsonl"] for prompt in read_prompts(file)]
+    if is_known is not None:
+        fresh = [prompt for prompt in prompts if not is_known(prompt)]
+        typer.echo(f"{len(prompts) - len(fresh)} of {len(prompts)} prompts left out: drafters learned from them")
+        if not fresh:
+            raise ValueError("--learned-from: drafters learned from every one of these prompts; give others")
+        prompts = fresh
+    groups = by_category(prompts)
     turns = zip_longest(*(group[:limit] for group in groups.values()))
     return [prompt for row in turns for prompt in row if prompt is not None]
 

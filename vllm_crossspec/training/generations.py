@@ -66,15 +66,21 @@ def write_shard(path: Path, rows: Iterable[Generation]) -> None:
             stream.write((json.dumps(row._asdict(), separators=(",", ":")) + "\n").encode())
 
 
-def read_generations(folder: Path, split: str, vocab_size: int) -> list[Generation]:
+def read_generations(folder: Path, split: str, vocab_size: int, option: str = "--data") -> list[Generation]:
     """Read the shards ``<split>-*.jsonl.gz`` of ``folder``; keeps rows with a prompt and at least two response tokens.
+
+    Args:
+        folder: that ``crossspec train generate`` wrote.
+        split: ``train`` or ``dev``.
+        vocab_size: of the target.
+        option: that named the folder, for messages.
 
     Raises:
         ValueError: there is no such shard, a line is damaged, or a token does not fit ``vocab_size``.
     """
     files = sorted(folder.glob(f"{split}-*.jsonl.gz"))
     if not files:
-        raise ValueError(f"--data {folder}: no {split}-*.jsonl.gz; make them with `crossspec train generate`")
+        raise ValueError(f"{option} {folder}: no {split}-*.jsonl.gz; make them with `crossspec train generate`")
     rows = []
     for file in files:
         try:
@@ -84,11 +90,13 @@ def read_generations(folder: Path, split: str, vocab_size: int) -> list[Generati
             raise ValueError(f"{file} is damaged ({error}); delete it and generate again") from None
     top = max((max(r.prompt_ids + r.response_ids, default=0) for r in rows), default=0)
     if top >= vocab_size:
-        raise ValueError(f"--data {folder} holds token {top}, but --target has {vocab_size} tokens: not its responses")
+        raise ValueError(
+            f"{option} {folder} holds token {top}, but --target has {vocab_size} tokens: not its responses"
+        )
     rows = [r for r in rows if r.prompt_ids and len(r.response_ids) >= 2]
     if not rows:
         raise ValueError(
-            f"--data {folder}: no {split} row has a prompt and two response tokens; train the target further"
+            f"{option} {folder}: no {split} row has a prompt and two response tokens; train the target further"
         )
     return rows
 
