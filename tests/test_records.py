@@ -454,19 +454,17 @@ def test_prompts_that_drafters_learned_from_are_left_out(tmp_path, capsys):
     from vllm_crossspec.cli.collect import interleaved
     from vllm_crossspec.cli.demo import POCKET
     from vllm_crossspec.cli.learned import learned_prompts
-    from vllm_crossspec.training import generate
-    from vllm_crossspec.training.data import Row
+    from vllm_crossspec.training.data import chat_prompt
     from vllm_crossspec.training.generations import Generation, write_shard
 
     prompts = tmp_path / "prompts.jsonl"
     asked = ["Say what a tree is.", "  Ünï: <|im_end|> and\n  lines ", "What is 3 + 4?", "And 5 + 6?", "Last one."]
     prompts.write_text("".join(json.dumps({"category": "a", "prompt": text}) + "\n" for text in asked))
     tokenizer = AutoTokenizer.from_pretrained(str(POCKET / "target"))
-    rows = [Row("a", text.strip(), "an answer") for text in asked[:2]]
-    learned = generate._prompts(tokenizer, rows, generate.GenerateConfig(), 0.0)
+    learned = tokenizer([chat_prompt(text.strip()) for text in asked[:2]], add_special_tokens=False)["input_ids"]
     (tmp_path / "responses").mkdir()
     write_shard(
-        tmp_path / "responses" / "train-00000.jsonl.gz", [Generation(one.ids, [5, 6], "a", True) for one in learned]
+        tmp_path / "responses" / "train-00000.jsonl.gz", [Generation(ids, [5, 6], "a", True) for ids in learned]
     )
     (tmp_path / "more.jsonl").write_text(json.dumps({"prompt": asked[2] + "\n"}) + "\n")
 

@@ -271,6 +271,7 @@ DAMAGES = [
     (edit(drafters=["dflash"]), "drafters must be two or more different names"),
     (edit(entropy_gain={"entropy": [0.5, 1.0], "gain": [[1, 2]]}), "entropy_gain.entropy must ascend from 0"),
     (edit(entropy_gain={"entropy": [0.0, 1.0], "gain": [[1]]}), "entropy_gain.gain must be 1 rows of 2 numbers"),
+    (edit(margins=[0.5, 1.0]), "margins must be 1 numbers"),
     (edit(hidden_size=128), "reads states of width 128 (of pocket), but the target has hidden size 256"),
     (edit(drafters=["dflash", "ngram"]), "trained for the drafters dflash, ngram (in this order), not for ngram, df"),
     (edit(drafters=["a", "b", "c"], mean_lengths=[2, 2, 2]), "trained for the drafters a, b, c (in this order)"),

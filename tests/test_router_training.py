@@ -27,6 +27,7 @@ from vllm_crossspec.training.router import (
     fit,
     fit_entropy_gain,
     gains_of,
+    lessons_of,
     predicted_gains,
     rising,
     rows_of,
@@ -348,11 +349,17 @@ def test_a_kind_that_is_left_out_teaches_nothing_of_itself(tmp_path, num_drafter
     found = leave_kinds_out(data, config, Value())
     math = rows_of(data, [text for text in data.texts if text.category == "math"])
     texts = tuple(text for text in data.texts if text.category == "chat")
-    net = fit(data, Split(texts, ()), config, epochs=found.carried.epochs)
+
+    def learned(records):
+        return fit(
+            records, Split(texts, ()), lessons_of(records, texts, "uniform"), config, epochs=found.carried.epochs
+        )
+
+    net = learned(data)
     assert torch.equal(predicted_gains(data, net)[math], found.gains[math])
     spoiled = data.lengths.clone()
     spoiled[math] = 1
-    again = fit(data._replace(lengths=spoiled), Split(texts, ()), config, epochs=found.carried.epochs)
+    again = learned(data._replace(lengths=spoiled))
     assert torch.equal(predicted_gains(data, again)[math], found.gains[math])
     assert not torch.equal(predicted_gains(data, again)[~math], found.gains[~math])  # which it has seen
 
@@ -373,6 +380,15 @@ def test_thresholds_are_best_for_the_kind_that_fares_worst(tmp_path):
     assert found.carried.margins == found.thresholds
     assert [kind.routed / kind.single for kind in found.kinds.values()] == pytest.approx(ratios(found.thresholds[0]))
     assert all(kind.routed <= kind.oracle + 1e-9 and min(kind.r2) > 0.5 for kind in found.kinds.values())
+
+
+def test_a_kind_that_cannot_be_judged_is_named(tmp_path):
+    data = made_up_records(tmp_path)
+    with pytest.raises(ValueError, match="two categories or more, and all are of math"):
+        leave_kinds_out(data._replace(texts=data.texts[1::2]), QUICK, Value())
+    math = rows_of(data, [text for text in data.texts if text.category == "math"])
+    with pytest.raises(ValueError, match="no record of math is far enough"):
+        leave_kinds_out(data._replace(known=data.known.masked_fill(math, 1)), QUICK, Value())
 
 
 def test_what_carries_over_is_what_the_router_keeps(tmp_path):

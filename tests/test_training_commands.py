@@ -36,7 +36,7 @@ def test_bad_folders_are_one_sentence(tmp_path, train, config, responses, target
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     write_shard(foreign / "train-00000.jsonl.gz", [Generation([1], [VOCAB, 2], "chat", True)])
-    with _raises(f"token {VOCAB}, but --target has {VOCAB} tokens"):
+    with _raises(f"token {VOCAB}, but the target has {VOCAB} tokens"):
         train(foreign, target_folder, tmp_path / "out", config, LOOP)
     write_shard(foreign / "train-00000.jsonl.gz", [Generation([1], [5, 2], "chat", True)])
     with _raises("holds 1 rows; one step needs 4"):

@@ -298,7 +298,7 @@ def test_bad_targets_and_data_are_one_sentence(tmp_path, config, responses, targ
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     write_shard(foreign / "train-00000.jsonl.gz", [Generation([1], [VOCAB, 2], "chat", True)])
-    refused(tmp_path, foreign, target_folder, config, f"token {VOCAB}, but --target has {VOCAB} tokens")
+    refused(tmp_path, foreign, target_folder, config, f"token {VOCAB}, but the target has {VOCAB} tokens")
 
 
 # ---- what a run is worth

@@ -380,7 +380,7 @@ def test_bad_input_is_one_sentence(tmp_path, responses, target_folder):
         train_dart(responses, target_folder, out, DART, LOOP, "gpu")
     shard = tmp_path / "train-00000.jsonl.gz"
     write_shard(shard, [Generation([1], [VOCAB, 2], "chat", True)])
-    with _raises(f"token {VOCAB}, but --target has {VOCAB} tokens: not its responses"):
+    with _raises(f"token {VOCAB}, but the target has {VOCAB} tokens: not its responses"):
         train_dart(tmp_path, target_folder, out, DART, LOOP)
     # A draft needs an entry to begin from, which is one token before the response, and a token to guess.
     write_shard(shard, [Generation([], [5, 6, 7], "chat", True), Generation([1], [5], "chat", True)])

@@ -43,6 +43,7 @@ constexpr long depth = 192;            // even: a word holds two columns
 constexpr long panel = 32;              // blocks of rows
 constexpr long chunk = 32768;           // sums of a panel, in the second-level cache
 constexpr long worth_widening = 4;      // blocks of rows
+constexpr long most_asking = 4;         // blocks of rows, the first ones, that ask for what the next tiles read
 constexpr long far_ahead = 4096;        // floats, into the second-level cache
 constexpr long ahead_by = 128;          // floats, into the first
 constexpr std::size_t most_kept = 1 << 22;  // floats, of x turned and of sums
@@ -167,7 +168,8 @@ struct Product {
     // go to y with the last slab alone: its rows are often a power of two apart, which keeps few of them in a cache.
     void add(long begin, long columns, long first_block, long last_block, long from, long to) const {
         const bool is_last = begin + columns == k, widens = halves && last_block - first_block >= worth_widening;
-        const long in_a_word = 1 + halves, words = columns / in_a_word, asking = std::min(4l, last_block - first_block);
+        const long in_a_word = 1 + halves, words = columns / in_a_word;
+        const long asking = std::min(most_asking, last_block - first_block);
         for (long tile = from, at_once; tile < to; tile += at_once) {
             const long output = tile * lanes, left = n - output;
             at_once = blocks > 1 && to - tile > 1 && left >= 2 * lanes ? 2 : 1;

@@ -62,6 +62,10 @@ def collect(
     Example: crossspec collect --prompts train.jsonl --learned-from work/responses --out work/records
     """
     speculative = drafters_of(spec)
+    if not learned_from:
+        typer.echo(
+            "collect: whether the drafters learned from these prompts is not checked; see --learned-from", err=True
+        )
     is_known = learned_prompts(learned_from, answers.model or str(POCKET / "target")) if learned_from else None
     chosen = interleaved(answers.prompts, answers.limit, is_known)
     sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": answers.max_tokens}

@@ -283,7 +283,6 @@ def parse_numbers(given: str, count: int, option: str) -> list[float]:
 
 def _rule(loaded: Loaded, policy: str, given: str | None, option: str) -> tuple[str, "Rule"]:
     """A policy at the given thresholds, or at "auto" ones; with the name of its row."""
-    from vllm_crossspec.router.costs import auto_thresholds
     from vllm_crossspec.training.calibration import rule_of
 
     names = loaded.records.facts.drafters
@@ -291,9 +290,7 @@ def _rule(loaded: Loaded, policy: str, given: str | None, option: str) -> tuple[
         thresholds: Sequence[float] = parse_numbers(given, len(names) - 1, option)
     else:
         facts = loaded.checkpoint.facts if loaded.checkpoint is not None else None
-        costs = loaded.value.costs
-        rows = auto_thresholds(policy, costs, facts, len(names))
-        thresholds = rows[costs.row(loaded.value.batch_size)] if costs is not None else rows[0]
+        thresholds = loaded.value.auto_thresholds(policy, facts, len(names))
     return f"{policy}, {_numbers(thresholds)}", rule_of(policy, loaded.signal(policy), thresholds)
 
 

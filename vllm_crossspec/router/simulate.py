@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from vllm_crossspec.router.costs import RoundCosts
+from vllm_crossspec.router.checkpoint import RouterFacts
+from vllm_crossspec.router.costs import RoundCosts, auto_thresholds
 from vllm_crossspec.router.experience import probe_of
 from vllm_crossspec.router.naive import Learned, Round, route_by_experience
 
@@ -210,6 +211,11 @@ class Value(NamedTuple):
         if self.costs is None:
             return outcome.acceptance_length
         return outcome.tokens_per_second(self.costs, self.batch_size)
+
+    def auto_thresholds(self, policy: str, facts: RouterFacts | None, num_drafters: int) -> tuple[float, ...]:
+        """[N - 1] what "auto" means here: :func:`vllm_crossspec.router.costs.auto_thresholds` at the batch size."""
+        rows = auto_thresholds(policy, self.costs, facts, num_drafters)
+        return rows[self.costs.row(self.batch_size)] if self.costs is not None else rows[0]
 
     @property
     def name(self) -> str:

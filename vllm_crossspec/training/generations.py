@@ -91,7 +91,7 @@ def read_generations(folder: Path, split: str, vocab_size: int, option: str = "-
     top = max((max(r.prompt_ids + r.response_ids, default=0) for r in rows), default=0)
     if top >= vocab_size:
         raise ValueError(
-            f"{option} {folder} holds token {top}, but --target has {vocab_size} tokens: not its responses"
+            f"{option} {folder} holds token {top}, but the target has {vocab_size} tokens: not its responses"
         )
     rows = [r for r in rows if r.prompt_ids and len(r.response_ids) >= 2]
     if not rows:

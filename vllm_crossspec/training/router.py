@@ -17,7 +17,6 @@ from torch import nn
 
 from vllm_crossspec.router import simulate
 from vllm_crossspec.router.checkpoint import EntropyGain, RouterCheckpoint, RouterFacts, middle_size
-from vllm_crossspec.router.costs import auto_thresholds
 from vllm_crossspec.router.simulate import Outcome, Trajectories, Value
 from vllm_crossspec.training.records import Records, Shard, Text, hidden_states
 
@@ -85,6 +84,18 @@ class Report(NamedTuple):
     speeds: dict[str, float]
     num_texts: int
     num_records: int
+
+
+class Lessons(NamedTuple):
+    """Records to learn from.
+
+    Attributes:
+        rows: bool [M].
+        weights: float32 [M], 1 on the average of the rows.
+    """
+
+    rows: torch.Tensor
+    weights: torch.Tensor
 
 
 class Carried(NamedTuple):
@@ -189,8 +200,8 @@ def train_router(
         ValueError: too few texts or records.
     """
     split = split_texts(records, config.held_out, config.seed)
-    rows, weights = _lessons(records, split, config)
-    net = fit(records, split, config, progress, epochs=carried.epochs if carried else None)
+    rows, weights = lessons = lessons_of(records, split.train, config.weighting)
+    net = fit(records, split, lessons, config, progress, epochs=carried.epochs if carried else None)
     gains = predicted_gains(records, net)
     facts = RouterFacts(
         hidden_size=records.facts.hidden_size,
@@ -213,12 +224,16 @@ def train_router(
     return checkpoint, _report(records, split, gains, facts, value or Value())
 
 
-def _lessons(records: Records, split: Split, config: RouterConfig) -> tuple[torch.Tensor, torch.Tensor]:
-    """bool [M] records to learn from and float32 [M] their weights. Raises ValueError where there are too few."""
-    rows = rows_of(records, split.train) & records.is_complete
+def lessons_of(records: Records, texts: Sequence[Text], weighting: str) -> Lessons:
+    """What there is to learn from some texts.
+
+    Raises:
+        ValueError: too few records.
+    """
+    rows = rows_of(records, texts) & records.is_complete
     if int(rows.sum()) < 2:
         raise ValueError("there are no records far enough from their text's end to learn from; collect longer answers")
-    return rows, _weights(records, split.train, rows, config.weighting)
+    return Lessons(rows, _weights(records, texts, rows, weighting))
 
 
 def _weights(records: Records, texts: Sequence[Text], rows: torch.Tensor, weighting: str) -> torch.Tensor:
@@ -232,41 +247,39 @@ def _weights(records: Records, texts: Sequence[Text], rows: torch.Tensor, weight
 def fit(
     records: Records,
     split: Split,
+    lessons: Lessons,
     config: RouterConfig,
     progress: Progress | None = None,
     *,
     epochs: int | None = None,
     on_epoch: OnEpoch | None = None,
 ) -> RouterNet:
-    """A network that has learned the gains of a split's texts.
+    """A network that has learned the gains.
 
     Args:
         records: of at least two drafters.
-        split: texts to learn from, and those whose error ``config.patience`` goes by.
+        split: whose held-out texts ``config.patience`` goes by.
+        lessons: of its other texts.
         config: how.
         progress: called after every step.
         epochs: end after so many, on the way down of ``config.epochs``; None: the end, or what ``patience`` says.
         on_epoch: called after every epoch.
-
-    Raises:
-        ValueError: too few records.
     """
-    rows, weights = _lessons(records, split, config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
-        return _fit(records, split, rows, weights, config, progress, epochs, on_epoch)
+        return _fit(records, split, lessons, config, progress, epochs, on_epoch)
 
 
 def _fit(
     records: Records,
     split: Split,
-    rows: torch.Tensor,
-    weights: torch.Tensor,
+    lessons: Lessons,
     config: RouterConfig,
     progress: Progress | None,
     epochs: int | None,
     on_epoch: OnEpoch | None,
 ) -> RouterNet:
+    rows, weights = lessons
     targets = gains_of(records)
     net = RouterNet(records.facts.hidden_size, targets.shape[1], config.dropout)
     _standardise(net, records, rows, targets)
@@ -347,14 +360,18 @@ def _batches(
 
 @torch.no_grad()
 def _error(records: Records, net: RouterNet, rows: torch.Tensor, targets: torch.Tensor) -> float:
-    gains = predicted_gains(records, net.eval())
-    return float((gains[rows] - targets[rows]).square().mean())
+    return float((predicted_gains(records, net.eval(), rows) - targets[rows]).square().mean())
 
 
 @torch.no_grad()
-def predicted_gains(records: Records, net: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """float32 [M, N - 1] of all records, by a function of float32 states [rows, H]."""
-    parts = [net(part.float()) for _, states in hidden_states(records.shards) for part in states.split(1 << 16)]
+def predicted_gains(
+    records: Records, net: Callable[[torch.Tensor], torch.Tensor], rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """float32 [M, N - 1], or [n, N - 1] of the n records in ``rows`` (bool [M]), by a function of states [rows, H]."""
+    parts = []
+    for shard, states in hidden_states(records.shards):
+        wanted = states if rows is None else states[rows[shard.start : shard.end]]
+        parts += [net(part.float()) for part in wanted.split(1 << 16)]
     return torch.cat(parts)
 
 
@@ -411,12 +428,6 @@ def explained(gains: torch.Tensor, targets: torch.Tensor) -> tuple[float, ...]:
     return tuple((1 - (gains - targets).square().sum(dim=0) / spread).tolist())
 
 
-def thresholds_of(policy: str, facts: RouterFacts, value: Value) -> tuple[float, ...]:
-    """[N - 1] "auto" thresholds at these costs, if any."""
-    rows = auto_thresholds(policy, value.costs, facts, len(facts.drafters))
-    return rows[value.costs.row(value.batch_size)] if value.costs is not None else rows[0]
-
-
 def _report(records: Records, split: Split, gains: torch.Tensor, facts: RouterFacts, value: Value) -> Report:
     """The held-out texts, or all where none is held out."""
     texts = split.held_out or split.train
@@ -425,7 +436,7 @@ def _report(records: Records, split: Split, gains: torch.Tensor, facts: RouterFa
     outcomes: dict[str, Outcome] = {
         name: simulate.walk(paths, simulate.always(index)) for index, name in enumerate(records.facts.drafters)
     }
-    entropy, neural = (thresholds_of(policy, facts, value) for policy in ("entropy", "neural"))
+    entropy, neural = (value.auto_thresholds(policy, facts, others + 1) for policy in ("entropy", "neural"))
     outcomes["entropy, auto"] = simulate.walk(paths, simulate.by_entropy(records.entropy, entropy))
     outcomes["neural, 0"] = simulate.walk(paths, simulate.by_gain(gains, [0.0] * others))
     if any(neural):

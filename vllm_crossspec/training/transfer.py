@@ -26,6 +26,7 @@ from vllm_crossspec.training.router import (
     explained,
     fit,
     gains_of,
+    lessons_of,
     predicted_gains,
     rows_of,
     trajectories,
@@ -81,7 +82,7 @@ def leave_kinds_out(
         progress: called after every step, of all networks together.
 
     Raises:
-        ValueError: one category only, or too few records of the others.
+        ValueError: one category only, or one without records to judge by or to learn from.
     """
     groups = groups_of(records)
     if len(groups) < 2:
@@ -89,11 +90,16 @@ def leave_kinds_out(
             f"to leave kinds of text out the records must be of two categories or more, and all are of "
             f"{records.categories[0]}; give the prompts of `crossspec collect` a category"
         )
-    by_epoch = torch.zeros(config.epochs, *gains_of(records).shape)  # [E, M, N - 1]
-    for number, texts in enumerate(groups.values()):
-        _learn_without(records, texts, config, by_epoch, _shared(progress, number, len(groups)))
     complete, targets = records.is_complete, gains_of(records)
     of_kind = {kind: rows_of(records, [records.texts[t] for t in texts]) for kind, texts in groups.items()}
+    for kind, rows in of_kind.items():
+        if not (rows & complete).any():
+            raise ValueError(
+                f"no record of {kind} is far enough from its text's end to judge by; collect longer answers"
+            )
+    by_epoch = torch.zeros(config.epochs, *targets.shape)  # [E, M, N - 1]
+    for number, texts in enumerate(groups.values()):
+        _learn_without(records, texts, config, by_epoch, _shared(progress, number, len(groups)))
     errors = [
         max(1 - min(explained(gains[rows & complete], targets[rows & complete])) for rows in of_kind.values())
         for gains in by_epoch
@@ -135,14 +141,15 @@ def _learn_without(
     records: Records, texts: list[int], config: RouterConfig, by_epoch: torch.Tensor, progress: Progress | None
 ) -> None:
     """Write what a network predicts of some texts into ``by_epoch`` [E, M, N - 1]; it learns from all others."""
-    left_out = tuple(records.texts[index] for index in texts)
-    others = tuple(text for text in records.texts if text not in set(left_out))
-    rows, epoch = rows_of(records, left_out), iter(range(config.epochs))
+    chosen = set(texts)
+    split = Split(*(tuple(t for i, t in enumerate(records.texts) if (i in chosen) == held) for held in (False, True)))
+    lessons = lessons_of(records, split.train, config.weighting)
+    rows, epoch = rows_of(records, split.held_out), iter(range(config.epochs))
 
     def note(net: RouterNet) -> None:
-        by_epoch[next(epoch), rows] = predicted_gains(records, net)[rows]
+        by_epoch[next(epoch), rows] = predicted_gains(records, net, rows)
 
-    fit(records, Split(others, left_out), config, progress, epochs=config.epochs, on_epoch=note)
+    fit(records, split, lessons, config, progress, epochs=config.epochs, on_epoch=note)
 
 
 def _even(records: Records, value: Value) -> tuple[float, ...]:
