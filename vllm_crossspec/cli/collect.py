@@ -62,10 +62,6 @@ def collect(
     Example: crossspec collect --prompts train.jsonl --learned-from work/responses --out work/records
     """
     speculative = drafters_of(spec)
-    if not learned_from:
-        typer.echo(
-            "collect: whether the drafters learned from these prompts is not checked; see --learned-from", err=True
-        )
     is_known = learned_prompts(learned_from, answers.model or str(POCKET / "target")) if learned_from else None
     chosen = interleaved(answers.prompts, answers.limit, is_known)
     sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": answers.max_tokens}
@@ -78,6 +74,10 @@ def collect(
     facts = {"speculative_config": {key: value for key, value in speculative.items() if key != "router"}}
     categories = [p.category for p in chosen for _ in p.turns]
     records.claim(out, {**describe(job, chosen, answers.shard_prompts), **facts, "categories": categories})
+    if not learned_from:
+        typer.echo(
+            "collect: whether the drafters learned from these prompts is not checked; see --learned-from", err=True
+        )
     num_shards = run_missing(job, make_shards(chosen, answers.shard_prompts), engines)
     typer.echo(f"{num_shards} shards of records in {out}")
 
