@@ -91,11 +91,10 @@ def test_a_step_of_several_runs_again_with_what_was_mended_since(tmp_path):
     assert (tmp_path / "told").read_text() == "a;a b;"
 
 
-def test_a_step_that_hangs_is_ended_with_all_its_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "STEP_MINUTES", 1 / 60)
+def test_a_step_that_hangs_is_ended_with_all_its_processes(tmp_path):
     sleeps = f"{tmp_path.name!r}; import time; time.sleep(60)"
     child = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {sleeps!r}]); {sleeps}"
-    campaign = Campaign(tmp_path, 40)
+    campaign = Campaign(tmp_path, 40, step_minutes=1 / 60)
     campaign.run([Step("hangs", command(child))])
     assert campaign.state["hangs"]["why"] == "ended after 0.0 minutes"
     cmdlines = [p.read_bytes() for p in Path("/proc").glob("[0-9]*/cmdline") if p.exists()]
