@@ -37,11 +37,14 @@ def random_batch(seed, num_rows, num_drafters):
     return draw, [t.to(DEVICE) for t in (mapping, sampled, previous)]
 
 
-def expected_routes(policy, out, batch, thresholds, costs, mean_length):
-    """What the naive twin makes of the kernel's own entropies and gains, so that ties are ties in both."""
+def expected_routes(policy, out, batch, thresholds, costs, mean_lengths):
+    """What the naive twin makes of the kernel's own entropies and gains, so that ties are ties in both.
+
+    ``mean_lengths`` is the reference's, or one for each row where what it brings was corrected.
+    """
     mapping, sampled, previous = batch
     tau, rounds, switches = thresholds.tolist(), *costs.tolist()
-    wanted = []
+    wanted, lengths = [], torch.as_tensor(mean_lengths).expand(len(mapping)).tolist()
     for row, slot in enumerate(mapping.tolist()):
         gains, last = out.gains[row].tolist(), int(previous[slot])
         if policy == kernels.ENTROPY:
@@ -49,7 +52,7 @@ def expected_routes(policy, out, batch, thresholds, costs, mean_length):
         elif policy == kernels.NEURAL:
             wanted.append(naive.route_by_gain(gains, tau))
         elif policy == kernels.GOODPUT:
-            wanted.append(naive.route_by_goodput(gains, rounds, switches, mean_length, last))
+            wanted.append(naive.route_by_goodput(gains, rounds, switches, lengths[row], last))
         else:
             wanted.append(1)
     return naive.settle(wanted, mapping, sampled, previous)

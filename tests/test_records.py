@@ -420,6 +420,8 @@ def test_only_missing_shards_are_asked_for_again(tmp_path, capsys, monkeypatch):
     """The engine's process is played by a script that dies at the third shard."""
     (tmp_path / "played_collection.py").write_text(PLAYED_ENGINE)
     monkeypatch.setattr("vllm_crossspec.cli.collect.COLLECT_MODULE", "played_collection")
+    shown: list[Path] = []
+    monkeypatch.setattr("vllm_crossspec.cli.router.show_oracles", lambda records, costs: shown.append(records))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     rows = [{"category": "a", "turns": ["1", "2"]}, {"category": "a", "prompt": "3"}, {"category": "b", "prompt": "4"}]
     compressed = gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode())
@@ -435,7 +437,7 @@ def test_only_missing_shards_are_asked_for_again(tmp_path, capsys, monkeypatch):
 
     assert run(out) == app.USAGE_ERROR
     assert "ended with status 3: ZeroDivisionError: the third shard" in capsys.readouterr().err
-    assert run(out) == run(out) == 0
+    assert not shown and run(out) == run(out) == 0 and shown == [out, out]
     assert [json.loads(line) for line in (out / "asked").read_text().splitlines()] == [[0, 1, 2], [2]]
     # Categories take turns, and a prompt of two turns makes two texts.
     shards = [json.loads(shard_path(out, i).read_text())["prompts"] for i in range(3)]

@@ -58,7 +58,8 @@ def test_a_round_from_logits_and_states_to_routes(policy, dtype, monkeypatch):
     launches = Launches(monkeypatch)
     weights = [t.to(DEVICE) for t in make_checkpoint()[1:]]
     weights[0] = weights[0].to(dtype)
-    seen = set()
+    own, lengths = torch.zeros(12, 2, 2), list(make_facts(2).mean_lengths)
+    seen, means = set(), 4.0
     for num_reqs in (1, 9, 12):
         _, (mapping, sampled, previous) = random_batch(num_reqs, 8, 2)
         mapping, sampled = mapping[:num_reqs], sampled[:num_reqs]
@@ -76,14 +77,22 @@ def test_a_round_from_logits_and_states_to_routes(policy, dtype, monkeypatch):
         if router.needs_logits:
             torch.testing.assert_close(found.entropy[:num_reqs], true_entropy * decides, **TOLERANCE)
         if router.needs_hidden:
-            torch.testing.assert_close(found.gains[:num_reqs], true_gains * decides[:, None], **TOLERANCE)
+            corrected = [
+                naive.correct(g, own[s], lengths, int(previous[s]), int(n)) if d else ([0.0], 0.0)
+                for g, s, n, d in zip(
+                    true_gains.tolist(), mapping.tolist(), sampled.tolist(), decides.tolist(), strict=True
+                )
+            ]
+            torch.testing.assert_close(found.gains[:num_reqs], floats([gains for gains, _ in corrected]), **TOLERANCE)
+            torch.testing.assert_close(router.own.cpu(), own, **TOLERANCE)
+            means = [lengths[-1] + more for _, more in corrected]
         row = 0 if num_reqs == 1 else 1
         costs = floats([COSTS.round_seconds(row), COSTS.switch[row]])
         thresholds = floats(router.thresholds[row])
         number = {"entropy": kernels.ENTROPY, "neural": kernels.NEURAL, "goodput": kernels.GOODPUT}.get(policy)
         batch = (mapping, sampled, previous)
         if number is not None:
-            assert routes[:num_reqs].tolist() == expected_routes(number, found, batch, thresholds, costs, 4.0)
+            assert routes[:num_reqs].tolist() == expected_routes(number, found, batch, thresholds, costs, means)
         else:
             assert routes[:num_reqs].tolist() == naive.settle([0] * num_reqs, *batch)
         assert torch.equal(router.previous, previous) and (routes[num_reqs:] == POISON).all()
@@ -121,6 +130,14 @@ def test_slots_are_forgotten():
     assert (router.previous == int32([-1, -1, 0] + [-1] * 9)).all()
 
 
+def test_what_a_request_was_brought_is_forgotten_with_it():
+    router = make_router("neural")
+    router.own[:] = 1.0
+    router.release(torch.tensor([5, 6], device=DEVICE))
+    assert router.own[[5, 6]].eq(0).all() and router.own.sum() == 10 * 4
+    assert make_router("neural", correct=False).own.shape[0] == 1
+
+
 @pytest.mark.parametrize("policy", KINDS)
 def test_warming_up_changes_nothing(policy):
     router = make_router(policy)
@@ -132,7 +149,8 @@ def test_warming_up_changes_nothing(policy):
 def test_memory_is_what_the_policy_needs():
     fixed, entropy, neural = (make_router(name).num_bytes for name in ("fixed", "entropy", "neural"))
     assert entropy - fixed == (12 * 2 * 3 - 3) * 4
-    assert neural - fixed == 4 * (256 * 32 + 32 + 32 + 12 * 8 - 1)
+    own = 2 * 2 * 11
+    assert neural - fixed == 4 * (256 * 32 + 32 + 32 + 12 * 8 - 1 + own)
 
 
 # -- costs and thresholds -----------------------------------------------------------------------------------------

@@ -56,7 +56,8 @@ def decide(policy, *, num_rows, num_drafters=2, fixed=0, num_blocks=1, mapping=N
         fixed,
         given.get("thresholds", floats([0] * others)),
         given.get("costs", floats([[1] * num_drafters, [0] * num_drafters])),
-        given.get("mean_length", floats([4])),
+        given.get("mean_lengths", floats([4] * num_drafters)),
+        "own" in given,
     )
     out = kernels.Decision(
         poisoned(num_rows + 3, dtype=torch.int32), poisoned(num_rows + 3), poisoned(num_rows + 3, others)
@@ -71,6 +72,7 @@ def decide(policy, *, num_rows, num_drafters=2, fixed=0, num_blocks=1, mapping=N
         idx_mapping=mapping,
         num_sampled=given.get("num_sampled", int32([1] * num_rows)),
         previous=given.get("previous", int32([-1] * slots)),
+        own=given.get("own", poisoned(1)),
         out=out,
     )
     assert all((part[num_rows:] == POISON).all() for part in out)
@@ -277,10 +279,59 @@ def test_goodput_stays_where_a_switch_costs_more_than_it_brings():
 def test_goodput_counts_the_targets_own_token():
     """A gain of less than all of the reference's tokens would make a dear round better than a cheap one."""
     costs = floats([[1.0, 9.0, 0.1], [0.0, 0.0, 0.0]])
-    row = {**gains_of([[-9.0, -9.0]]), "num_drafters": 3, "mean_length": floats([1.0])}
+    row = {**gains_of([[-9.0, -9.0]]), "num_drafters": 3, "mean_lengths": floats([1.0] * 3)}
     assert decide(kernels.GOODPUT, **row, costs=costs).routes.tolist() == [2]
     costs = floats([[1.0, 9.0, 50.0], [0.0, 0.0, 0.0]])
     assert decide(kernels.GOODPUT, **row, costs=costs).routes.tolist() == [0]
+
+
+@pytest.mark.parametrize("policy", [kernels.NEURAL, kernels.GOODPUT])
+@pytest.mark.parametrize("num_drafters", [2, 3])
+def test_corrections_equal_naive_round_after_round(policy, num_drafters):
+    """What requests' own rounds brought is kept by slot, whatever the batch: padding and prompts leave it alone."""
+    _, (_, _, previous) = random_batch(0, 21, num_drafters)
+    lengths, usual = floats([4.0, 2.5, 3.0][-num_drafters:]), [4.0, 2.5, 3.0][-num_drafters:]
+    own, twin, seen = floats([[[0.0] * 2] * num_drafters] * 25), torch.zeros(25, num_drafters, 2), set()
+    for seed in range(12):
+        (mapping, sampled, _), parts, thresholds, costs = coarse_choices(seed, 21, num_drafters)
+        before, expected, beyond = previous.clone(), [], []
+        for row, slot in enumerate(mapping.tolist()):
+            gains, more = [0.0] * (num_drafters - 1), 0.0
+            if slot >= 0 and sampled[row] > 0:
+                predicted, last = parts[row].sum(0).tolist(), int(before[slot])
+                gains, more = naive.correct(predicted, twin[slot], usual, last, int(sampled[row]))
+            expected.append(gains)
+            beyond.append(usual[-1] + more)
+        given = {"gain_parts": parts.flatten(), "num_blocks": 3, "thresholds": thresholds, "costs": costs}
+        given |= {"mapping": mapping, "num_sampled": sampled, "previous": previous, "own": own, "mean_lengths": lengths}
+        out = decide(policy, num_rows=21, num_drafters=num_drafters, **given)
+        torch.testing.assert_close(out.gains, floats(expected), **TOLERANCE)
+        torch.testing.assert_close(own.cpu(), twin, **TOLERANCE)
+        assert out.routes.tolist() == expected_routes(
+            policy, out, (mapping, sampled, before), thresholds, costs, beyond
+        )
+        assert torch.equal(previous, before)
+        seen |= set(out.routes.tolist())
+    assert seen == set(range(-1, num_drafters)) and (own[..., 1] > 2).any()
+
+
+def test_a_wrong_correction_is_found_out(monkeypatch):
+    right = naive.correct
+    monkeypatch.setattr(naive, "correct", lambda row, own, usual, last, tokens: right(row, own, usual, -1, tokens))
+    with pytest.raises(AssertionError):
+        test_corrections_equal_naive_round_after_round(kernels.NEURAL, 2)
+
+
+def test_a_request_whose_predictions_miss_goes_to_the_drafter_that_is_better_for_it():
+    """The network says two tokens more of drafter 0, which brings this request one where the reference brings six."""
+    own, previous, routes = floats([[[0.0, 0.0]] * 2] * 2), int32([-1, -1]), []
+    for _ in range(40):
+        tokens = int32([[1, 6][last] for last in previous.tolist()])
+        out = decide(kernels.NEURAL, **gains_of([[2.0]] * 2), previous=previous, num_sampled=tokens, own=own)
+        routes += out.routes[:1].tolist()
+    assert routes[0] == 0 and routes[20:] == [1] * 20
+    out = decide(kernels.NEURAL, **gains_of([[2.0]] * 2), previous=previous)
+    assert out.routes.tolist() == [0, 0], "as predicted"
 
 
 # -- the GPU's compiler -------------------------------------------------------------------------------------------

@@ -11,12 +11,14 @@ import torch
 from scipy.optimize import isotonic_regression
 
 from vllm_crossspec.cli import app
-from vllm_crossspec.router import simulate
+from vllm_crossspec.cli.router import show_oracles
+from vllm_crossspec.router import naive, simulate
 from vllm_crossspec.router.checkpoint import read_router, save_router
-from vllm_crossspec.router.costs import RoundCosts, auto_thresholds
-from vllm_crossspec.router.simulate import Trajectories, Value, always, by_entropy, by_gain, walk
+from vllm_crossspec.router.costs import RoundCosts, as_json, auto_thresholds
+from vllm_crossspec.router.simulate import Trajectories, Value, always, by_corrected_gain, by_entropy, by_gain, walk
 from vllm_crossspec.shards import shard_path
 from vllm_crossspec.training import calibration, records
+from vllm_crossspec.training.calibration import Signal
 from vllm_crossspec.training.records import Answer, Facts
 from vllm_crossspec.training.router import (
     Carried,
@@ -36,6 +38,7 @@ from vllm_crossspec.training.router import (
 )
 from vllm_crossspec.training.transfer import leave_kinds_out
 
+NAMES = ("eagle3", "dflash")
 COSTS = RoundCosts(
     (1, 8), ((0.02, 0.01, 0.01), (0.03, 0.02, 0.01)), ((0.1,) * 3, (0.2,) * 3), ((0.01,) * 3, (0.05,) * 3)
 )
@@ -101,7 +104,26 @@ def test_rules_walk_as_a_plain_loop_does(seed):
         above = [float(gains[at, i]) - (0.1, -0.2)[i] for i in range(2)]
         return above.index(max(above)) if max(above) > 1e-7 else 2
 
+    own, text_of, usual = (
+        torch.zeros(len(paths.starts), 3, 2),
+        torch.zeros(num_rows, dtype=torch.int64),
+        [2.0, 3.0, 2.5],
+    )
+    for text, (start, end) in enumerate(zip(paths.starts.tolist(), paths.ends.tolist(), strict=True)):
+        text_of[start:end] = text
+    rounds_before: dict[int, tuple[int, int]] = {}
+
+    def corrected_choice(at, before):
+        """As the kernel's twin decides, which is told at every round what the one before brought."""
+        text = int(text_of[at])
+        start, drafter = rounds_before.get(text, (at, -1))
+        row, _ = naive.correct(gains[at].tolist(), own[text], usual, drafter, at - start)
+        route = naive.route_by_gain(row, [0.1, -0.2])
+        rounds_before[text] = (at, route)
+        return route
+
     for rule, choose in (
+        (by_corrected_gain(paths, gains, (0.1, -0.2), torch.tensor(usual)), corrected_choice),
         (always(1), lambda at, before: 1),
         (by_entropy(entropy, thresholds), entropy_choice),
         (by_gain(gains, (0.1, -0.2)), gain_choice),
@@ -277,8 +299,8 @@ def test_training_learns_the_rule(tmp_path, num_drafters):
     checkpoint, report = train_router(data, QUICK)
     assert min(report.r2) > 0.6 and report.num_texts == 12
     best = max(report.lengths[name] for name in data.facts.drafters)
-    assert report.lengths["neural, 0"] > best + 0.5
-    assert report.lengths["neural, 0"] <= report.lengths["oracle-token"] + 1e-9
+    assert report.lengths["neural, auto, as predicted"] > best + 0.5
+    assert report.lengths["neural, auto, as predicted"] <= report.lengths["oracle-token"] + 1e-9
     assert checkpoint.facts.drafters == data.facts.drafters and len(checkpoint.facts.mean_lengths) == num_drafters
     assert checkpoint.facts.train["num_texts"] == 48
 
@@ -364,14 +386,22 @@ def test_a_kind_that_is_left_out_teaches_nothing_of_itself(tmp_path, num_drafter
     assert not torch.equal(predicted_gains(data, again)[~math], found.gains[~math])  # which it has seen
 
 
-def test_thresholds_are_best_for_the_kind_that_fares_worst(tmp_path):
+@pytest.mark.parametrize("correct", [False, True])
+def test_thresholds_are_best_for_the_kind_that_fares_worst(tmp_path, correct):
     data = made_up_records(tmp_path)
-    found = leave_kinds_out(data, QUICK, Value(), points=9)
+    found = leave_kinds_out(data, QUICK, Value(), points=9, correct=correct)
     paths, groups = calibration.trajectories(data, data.texts), calibration.groups_of(data)
+    alone = [walk(paths, always(d)) for d in (0, 1)]
+    usual = torch.zeros(len(data.texts), 2)
+    for own, other in itertools.permutations(groups.values()):  # what is usual is what it is elsewhere
+        usual[own] = torch.tensor([outcome.of(other).acceptance_length for outcome in alone])
 
     def ratios(threshold):
-        outcome = walk(paths, by_gain(found.gains, [threshold]))
-        single = [[walk(paths, always(d)).of(texts).acceptance_length for d in (0, 1)] for texts in groups.values()]
+        rule = (
+            by_corrected_gain(paths, found.gains, [threshold], usual) if correct else by_gain(found.gains, [threshold])
+        )
+        outcome = walk(paths, rule)
+        single = [[one.of(texts).acceptance_length for one in alone] for texts in groups.values()]
         worth = [outcome.of(texts).acceptance_length for texts in groups.values()]
         return [own / max(alone) for own, alone in zip(worth, single, strict=True)]
 
@@ -379,6 +409,9 @@ def test_thresholds_are_best_for_the_kind_that_fares_worst(tmp_path):
     assert found.thresholds[0] == max(t for t in grid if min(ratios(t)) == max(min(ratios(u)) for u in grid))
     assert found.carried.margins == found.thresholds
     assert [kind.routed / kind.single for kind in found.kinds.values()] == pytest.approx(ratios(found.thresholds[0]))
+    for own, (name, kind) in enumerate(found.kinds.items()):
+        theirs = max(t for t in grid if ratios(t)[1 - own] == max(ratios(u)[1 - own] for u in grid))
+        assert kind.foreign / kind.single == pytest.approx(ratios(theirs)[own]), name
     assert all(kind.routed <= kind.oracle + 1e-9 and min(kind.r2) > 0.5 for kind in found.kinds.values())
 
 
@@ -419,7 +452,7 @@ def test_what_carries_over_is_what_the_router_keeps(tmp_path):
 
 def test_one_threshold_is_searched_over_the_whole_grid(tmp_path):
     data = made_up_records(tmp_path)
-    found = calibration.calibrate(data, "entropy", data.entropy, Value(), points=15)
+    found = calibration.calibrate(data, Signal("entropy", data.entropy), Value(), points=15)
     paths, groups = calibration.trajectories(data, data.texts), calibration.groups_of(data)
     for category, texts in groups.items():
         worth = [walk(paths, by_entropy(data.entropy, [t])).of(texts).acceptance_length for t in found.grid[0]]
@@ -433,14 +466,35 @@ def test_one_threshold_is_searched_over_the_whole_grid(tmp_path):
 
 def test_thresholds_of_three_drafters_fall_and_help(tmp_path):
     data = made_up_records(tmp_path, num_drafters=3)
-    found = calibration.calibrate(data, "entropy", data.entropy, Value(), points=9)
+    found = calibration.calibrate(data, Signal("entropy", data.entropy), Value(), points=9)
     assert len(found.overall.thresholds) == 2
     assert list(found.overall.thresholds) == sorted(found.overall.thresholds, reverse=True)
     gains = gains_of(data)
-    neural = calibration.calibrate(data, "neural", gains, Value(), points=9)
+    neural = calibration.calibrate(data, Signal("neural", gains), Value(), points=9)
     rows = {row.method: row for row in calibration.table(data, calibration.oracle_rules(data, Value()), Value())}
     assert neural.overall.value == pytest.approx(rows["oracle-token"].values["mean"], rel=0.05)
     assert max(rows[name].values["mean"] for name in data.facts.drafters) < neural.overall.value
+
+
+def test_a_collection_ends_with_what_drafters_bring_alone(tmp_path, capsys):
+    data = made_up_records(tmp_path)
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(as_json(RoundCosts((1,), ((0.4, 0.0),), ((1.0, 1.0),), ((0.0, 0.0),)), NAMES)))
+    show_oracles(tmp_path, file)
+    by_seconds = capsys.readouterr().out
+    show_oracles(tmp_path, None)
+    by_rounds = capsys.readouterr().out
+    paths = calibration.trajectories(data, data.texts)
+    for index, name in enumerate(NAMES):
+        one = walk(paths, always(index))
+        parts = [one.of(texts) for texts in calibration.groups_of(data).values()]
+        lengths = [part.acceptance_length for part in parts]
+        shown = [f"{value:.2f}" for value in (*lengths, sum(lengths) / 2)]
+        row = next(line.split() for line in by_rounds.splitlines() if line.split()[1:2] == [name])
+        assert [cell for cell in row if cell in shown] == shown
+        faster = next(line.split() for line in by_seconds.splitlines() if line.split()[1:2] == [name])
+        assert f"{sum(lengths) / 2 / (1.4, 1.0)[index]:.2f}" in faster and shown[-1] in faster
+    assert "oracle-token" in by_rounds and "tokens/s" in by_seconds and "tokens/s" not in by_rounds
 
 
 # -- commands -----------------------------------------------------------------------------------------------------
@@ -518,6 +572,7 @@ def test_commands_refuse_in_a_sentence(tmp_path, monkeypatch, capsys):
         (["oracle", "--records", folder, "--seconds", "1,nan"], "--seconds 1,nan: give 2 numbers"),
         (["oracle", "--records", folder, "--seconds", "1,1", "--costs", here / "costs.json"], "exclude each other"),
         (["oracle", "--records", folder, "--switch-seconds", "1,1"], "needs --seconds"),
+        (["collect", "--out", here / "new", "--costs", here / "broken.json"], "is no file of costs"),
         (["calibrate", "--records", folder, "--policy", "goodput"], "choose entropy or neural"),
         (["calibrate", "--records", folder, "--policy", "neural"], "needs --router"),
         (["calibrate", "--records", folder, "--picture", here / "a.txt"], "name a .png or .svg file"),

@@ -202,6 +202,8 @@ class RouterConfig(Settings):
             at start-up.
         max_backlog: most tokens that a request's inactive drafter may miss before it catches up.
         explore: ``goodput`` without ``model``: whether every 64th round tries a drafter, by turns.
+        correct: ``neural``, and ``goodput`` with ``model``: whether predictions are corrected by what a request's own
+            rounds have brought; the paper's are not.
         lazy: whether inactive drafters wait; if not, all of them catch up in every round.
     """
 
@@ -212,6 +214,7 @@ class RouterConfig(Settings):
     costs: str | None = Field(None, min_length=1)
     max_backlog: StrictInt = Field(512, ge=1, le=1 << 20)
     explore: StrictBool = True
+    correct: StrictBool = True
     lazy: StrictBool = True
 
 

@@ -342,6 +342,10 @@ def _check_router(config: CrossSpecConfig) -> None:
         )
     if "explore" in router.model_fields_set and (policy != "goodput" or router.model is not None):
         raise ValueError(f"{key}.explore is for policy 'goodput' without a model; leave it out")
+    if "correct" in router.model_fields_set and (policy not in ("neural", "goodput") or router.model is None):
+        raise ValueError(
+            f"{key}.correct is for a trained router: policy 'neural', or 'goodput' with model; leave it out"
+        )
     if router.threshold == "auto":
         return
     if policy in ("goodput", "record"):

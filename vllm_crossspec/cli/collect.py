@@ -50,18 +50,27 @@ def collect(
     top_k: Annotated[int, Option(help="Of sampled answers; 0 is all tokens.")] = 0,
     batch_size: options.EngineBatch = 32,
     engines: Annotated[int, Option(min=1, help="Engines side by side; more than one run on Ray.")] = 1,
+    costs: Annotated[
+        Path | None,
+        Option(help="What `crossspec costs` measured: the table at the end then tells tokens a second, too."),
+    ] = None,
     engine: options.EngineOptions,
 ) -> None:
     """Record, at every token of the target's answers, what a round with each drafter would have yielded.
 
     The target decodes plainly while every drafter drafts at every token. What is kept of a token: the target's final
-    hidden state and the entropy of its next-token distribution, and each drafter's acceptance length there.
+    hidden state and the entropy of its next-token distribution, and each drafter's acceptance length there. A table at
+    the end says what each drafter brings alone, and the best of them in every category, text and round.
 
     Then: `crossspec train router`, `crossspec calibrate`, `crossspec oracle`, `crossspec trace`, all without an engine.
 
     Example: crossspec collect --prompts train.jsonl --learned-from work/responses --out work/records
     """
     speculative = drafters_of(spec)
+    if costs is not None:
+        from vllm_crossspec.router.costs import read_costs
+
+        read_costs(costs, tuple(speculative["drafters"]), "--costs")
     is_known = learned_prompts(learned_from, answers.model or str(POCKET / "target")) if learned_from else None
     chosen = interleaved(answers.prompts, answers.limit, is_known)
     sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": answers.max_tokens}
@@ -79,6 +88,9 @@ def collect(
             "collect: whether the drafters learned from these prompts is not checked; see --learned-from", err=True
         )
     num_shards = run_missing(job, make_shards(chosen, answers.shard_prompts), engines)
+    from vllm_crossspec.cli.router import show_oracles
+
+    show_oracles(out, costs)
     typer.echo(f"{num_shards} shards of records in {out}")
 
 

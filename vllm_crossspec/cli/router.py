@@ -14,12 +14,10 @@ from vllm_crossspec.cli.compare import wide_console
 from vllm_crossspec.cli.options import check_file, grouped, name_list, write_json
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
-    import torch
-
     from vllm_crossspec.router.checkpoint import RouterCheckpoint
     from vllm_crossspec.router.costs import RoundCosts
     from vllm_crossspec.router.simulate import Rule, Value
-    from vllm_crossspec.training.calibration import Row
+    from vllm_crossspec.training.calibration import Row, Signal
     from vllm_crossspec.training.records import Records
 
 RecordsOption = Annotated[Path, Option(help="Folder that `crossspec collect` wrote, finished or not.")]
@@ -27,6 +25,14 @@ DraftersOption = Annotated[
     str | None, Option(help="Comma-separated names of the drafters to look at. Default: all that were recorded.")
 ]
 RouterOption = Annotated[Path | None, Option(help="Folder of a router that `crossspec train router` wrote.")]
+CorrectOption = Annotated[
+    bool,
+    Option(
+        "--correct/--no-correct",
+        help="Correct what the router predicts by what a text's own rounds brought, as a server does unless its router "
+        'has "correct": false.',
+    ),
+]
 JsonOption = Annotated[Path | None, Option("--json", help="Write what was found as one JSON document.")]
 
 
@@ -57,15 +63,18 @@ class Loaded(NamedTuple):
     records: "Records"
     value: "Value"
     checkpoint: "RouterCheckpoint | None"
+    correct: bool = True
 
-    def signal(self, policy: str) -> "torch.Tensor":
-        """Entropy [M] or predicted gains [M, N - 1], whichever the policy reads."""
+    def signal(self, policy: str) -> "Signal":
+        """What the policy goes by."""
+        from vllm_crossspec.training.calibration import Signal
         from vllm_crossspec.training.router import checkpoint_gains
 
         if policy == "entropy":
-            return self.records.entropy
+            return Signal(policy, self.records.entropy)
         assert self.checkpoint is not None
-        return checkpoint_gains(self.records, self.checkpoint)
+        usual = self.checkpoint.facts.mean_lengths if self.correct else None
+        return Signal(policy, checkpoint_gains(self.records, self.checkpoint), usual)
 
 
 @grouped
@@ -76,6 +85,7 @@ def calibrate(
     router: RouterOption = None,
     drafters: DraftersOption = None,
     costs: CostOptions,
+    correct: CorrectOption = True,
     points: Annotated[int, Option(min=3, help="Thresholds of the grid, at most.")] = 41,
     picture: Annotated[Path | None, Option(help="Draw the curves into this .png or .svg file.")] = None,
     json_file: JsonOption = None,
@@ -92,16 +102,16 @@ def calibrate(
     if policy == "neural" and router is None:
         raise ValueError("--policy neural needs --router, a folder that `crossspec train router` wrote")
     _check_outputs(json_file, picture)
-    loaded = _load(records, drafters, router, costs)
+    loaded = _load(records, drafters, router, costs)._replace(correct=correct)
     from vllm_crossspec.training import calibration
+    from vllm_crossspec.training.router import trajectories
 
     names = loaded.records.facts.drafters
-    found = calibration.calibrate(loaded.records, policy, loaded.signal(policy), loaded.value, points)
-    rules = calibration.oracle_rules(loaded.records, loaded.value)
     signal = loaded.signal(policy)
-    rules[f"{policy}, {_numbers(found.overall.thresholds)}"] = calibration.rule_of(
-        policy, signal, found.overall.thresholds
-    )
+    found = calibration.calibrate(loaded.records, signal, loaded.value, points)
+    rules = calibration.oracle_rules(loaded.records, loaded.value)
+    paths, best_of_all = trajectories(loaded.records, loaded.records.texts), found.overall.thresholds
+    rules[f"{policy}, {_numbers(best_of_all)}"] = signal.rule(paths, best_of_all)
     rows = calibration.table(loaded.records, rules, loaded.value)
     best = Table(title=f"Best {policy} threshold of {', '.join(names[:-1])} against {names[-1]}")
     for column in ("category", "threshold", loaded.value.name):
@@ -139,6 +149,7 @@ def oracle(
     neural_threshold: Annotated[
         str | None, Option(help="Show WhiFlash-Neural at this threshold, with --router. Default: 'auto'.")
     ] = None,
+    correct: CorrectOption = True,
     drafters: DraftersOption = None,
     costs: CostOptions,
     json_file: JsonOption = None,
@@ -154,7 +165,7 @@ def oracle(
     if neural_threshold is not None and router is None:
         raise ValueError("--neural-threshold needs --router, a folder that `crossspec train router` wrote")
     _check_outputs(json_file, None)
-    loaded = _load(records, drafters, router, costs)
+    loaded = _load(records, drafters, router, costs)._replace(correct=correct)
     from vllm_crossspec.training import calibration
 
     rules = calibration.oracle_rules(loaded.records, loaded.value)
@@ -177,6 +188,7 @@ def trace(
     policy: Annotated[str, Option(help="Whose choices to show: entropy, neural or oracle.")] = "oracle",
     threshold: Annotated[str | None, Option(help="Of the policy. Default: 'auto'.")] = None,
     router: RouterOption = None,
+    correct: CorrectOption = True,
     drafters: DraftersOption = None,
     json_file: JsonOption = None,
 ) -> None:
@@ -191,7 +203,7 @@ def trace(
     if policy == "neural" and router is None:
         raise ValueError("--policy neural needs --router, a folder that `crossspec train router` wrote")
     _check_outputs(json_file, picture)
-    loaded = _load(records, drafters, router, CostOptions())
+    loaded = _load(records, drafters, router, CostOptions())._replace(correct=correct)
     chosen = _text(loaded.records, text, category)
     from vllm_crossspec.router.simulate import oracle_token, walk
     from vllm_crossspec.training.pictures import draw_trace
@@ -220,6 +232,20 @@ def trace(
             "rounds": [{"token": place, "drafter": names[drafter]} for place, drafter in rounds],
         }
         write_json(json_file, {**content, "meta": _meta(loaded)})
+
+
+def show_oracles(records: Path, costs: Path | None) -> None:
+    """The table of single drafters and oracles; by tokens a second, too, where costs are known.
+
+    Args:
+        records: folder that ``crossspec collect`` wrote.
+        costs: a file of ``crossspec costs``.
+    """
+    loaded = _load(records, None, None, CostOptions(costs=costs))
+    from vllm_crossspec.training import calibration
+
+    rows = calibration.table(loaded.records, calibration.oracle_rules(loaded.records, loaded.value), loaded.value)
+    wide_console().print(_grid(rows, loaded))
 
 
 # -- shared pieces --------------------------------------------------------------------------------------------
@@ -283,7 +309,7 @@ def parse_numbers(given: str, count: int, option: str) -> list[float]:
 
 def _rule(loaded: Loaded, policy: str, given: str | None, option: str) -> tuple[str, "Rule"]:
     """A policy at the given thresholds, or at "auto" ones; with the name of its row."""
-    from vllm_crossspec.training.calibration import rule_of
+    from vllm_crossspec.training.router import trajectories
 
     names = loaded.records.facts.drafters
     if given is not None and given != "auto":
@@ -291,7 +317,8 @@ def _rule(loaded: Loaded, policy: str, given: str | None, option: str) -> tuple[
     else:
         facts = loaded.checkpoint.facts if loaded.checkpoint is not None else None
         thresholds = loaded.value.auto_thresholds(policy, facts, len(names))
-    return f"{policy}, {_numbers(thresholds)}", rule_of(policy, loaded.signal(policy), thresholds)
+    paths = trajectories(loaded.records, loaded.records.texts)
+    return f"{policy}, {_numbers(thresholds)}", loaded.signal(policy).rule(paths, thresholds)
 
 
 def _text(records: "Records", number: int | None, category: str | None) -> Any:

@@ -12,7 +12,7 @@ from typer import Option
 from vllm_crossspec.cli import train_options as shared
 from vllm_crossspec.cli.compare import wide_console
 from vllm_crossspec.cli.options import grouped, name_list
-from vllm_crossspec.cli.router import CostOptions, round_costs
+from vllm_crossspec.cli.router import CorrectOption, CostOptions, round_costs
 from vllm_crossspec.drafters.base import load, own_kinds
 
 app = typer.Typer(
@@ -155,6 +155,7 @@ def train_router_command(
             "one that fares worst, and OUT/reliability.png shows predicted beside seen gains. As many trainings more.",
         ),
     ] = False,
+    correct: CorrectOption = True,
     costs: CostOptions,
     threads: shared.Threads = 0,
 ) -> None:
@@ -185,8 +186,8 @@ def train_router_command(
     if drafters is not None:
         data = choose_drafters(data, name_list(drafters))
     value, config = Value(round_costs(costs, data.facts.drafters), costs.batch_size), RouterConfig(**recipe._asdict())
-    carried = _leave_kinds_out(data, config, value, out) if transfer else None
-    checkpoint, report = _with_bar(train_router, "router", data, config, value=value, carried=carried)
+    carried = _leave_kinds_out(data, config, value, out, correct) if transfer else None
+    checkpoint, report = _with_bar(train_router, "router", data, config, value=value, carried=carried, correct=correct)
     save_router(out, checkpoint)
     r2 = ", ".join(f"{share:+.3f}" for share in report.r2)
     sys.stdout.write(f"held out: {report.num_texts} texts, {report.num_records} records; R^2 of the gains {r2}\n")
@@ -196,23 +197,37 @@ def train_router_command(
     sys.stdout.write(f"router in {out}\n")
 
 
-def _leave_kinds_out(data: Any, config: Any, value: Any, out: Path) -> Any:
+def _leave_kinds_out(data: Any, config: Any, value: Any, out: Path, correct: bool) -> Any:
     """What carries over to unseen kinds of text, with a table and a picture of it."""
     from vllm_crossspec.training.calibration import groups_of
     from vllm_crossspec.training.pictures import draw_reliability
     from vllm_crossspec.training.router import gains_of, rows_of
     from vllm_crossspec.training.transfer import leave_kinds_out
 
-    found = _with_bar(leave_kinds_out, "each category left out", data, config, value)
+    found = _with_bar(leave_kinds_out, "each category left out", data, config, value, correct=correct)
     thresholds = ", ".join(f"{threshold:g}" for threshold in found.thresholds)
-    table = Table(title=f"{value.name} of categories that the router has not seen, threshold {thresholds}")
-    for column in ("category", "texts", "R^2", "best drafter", "alone", "routed", "of it", "oracle-token"):
+    table = Table(
+        title=f"{value.name} of categories that the router has not seen, threshold {thresholds}",
+        caption="of it: routed over alone; by the others: the same with the threshold that the other categories chose",
+        caption_justify="left",
+    )
+    for column in (
+        "category",
+        "texts",
+        "R^2",
+        "best drafter",
+        "alone",
+        "routed",
+        "of it",
+        "by the others",
+        "oracle-token",
+    ):
         table.add_column(column, justify="left" if column in ("category", "best drafter") else "right")
     for category, kind in found.kinds.items():
         r2 = ", ".join(f"{share:+.2f}" for share in kind.r2)
         worth = [f"{number:.2f}" for number in (kind.single, kind.routed)]
-        ratio = f"{kind.routed / kind.single:.3f}"
-        table.add_row(category, str(kind.num_texts), r2, kind.best, *worth, ratio, f"{kind.oracle:.2f}")
+        ratios = [f"{number / kind.single:.3f}" for number in (kind.routed, kind.foreign)]
+        table.add_row(category, str(kind.num_texts), r2, kind.best, *worth, *ratios, f"{kind.oracle:.2f}")
     wide_console().print(table)
     sys.stdout.write(f"after {found.carried.epochs} of {config.epochs} epochs\n")
     kinds = {

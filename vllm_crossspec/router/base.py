@@ -36,6 +36,7 @@ class RouterSettings(NamedTuple):
         owners: [N] whose cache each drafter uses, as numbers of drafters; None: each its own.
         priors: [N] tokens of a round with each before anything is known; None: all the same.
         tried: of a policy that learns, drafters that are tried every now and then; None: all of them.
+        correct: whether a trained router's predictions are corrected by what a request's own rounds have brought.
     """
 
     policy: str
@@ -47,6 +48,7 @@ class RouterSettings(NamedTuple):
     owners: tuple[int, ...] | None = None
     priors: tuple[float, ...] | None = None
     tried: tuple[int, ...] | None = None
+    correct: bool = True
 
 
 class Router:
@@ -63,6 +65,8 @@ class Router:
         previous: int32 [S] by slot: the drafter that drafted last, -1 for none.
         entropy: float32 [S] nats, and gains: float32 [S, N - 1] tokens: what the last decision went by, by row of its
             batch; only what the policy looks at.
+        own: float32 [S, N, 2] by slot: tokens and rounds of its request with each drafter, where predictions are
+            corrected.
         num_launches: kernel launches of a round.
         experience: what drafts have been worth, where the policy goes by that; else None.
         drift: how costs have changed since they were measured, where the policy goes by experience; None where it does
@@ -107,8 +111,10 @@ class Router:
             assert self._w1.shape[1] == hidden_size and self._w2.shape[0] == others
             blocks = kernels.max_gain_blocks(self._w1.shape[0])
             self._gain_parts = filled(max_num_reqs * blocks * others)
-        lengths = settings.checkpoint.facts.mean_lengths if settings.checkpoint else (1.0,)
-        self._mean_length = filled(1, value=lengths[-1])
+        lengths = settings.checkpoint.facts.mean_lengths if settings.checkpoint else (1.0,) * (others + 1)
+        self._mean_lengths = torch.tensor(lengths, dtype=torch.float32, device=device)
+        self._corrects = self.needs_hidden and settings.correct
+        self.own = filled(max_num_reqs if self._corrects else 1, others + 1, 2)
         self.drift: Drift | None = None
         self.set_costs(settings.costs)
 
@@ -219,7 +225,8 @@ class Router:
             self.settings.fixed,
             self._thresholds[row],
             self._seconds[row],
-            self._mean_length,
+            self._mean_lengths,
+            self._corrects,
         )
         kernels.decide(
             rule=rule,
@@ -230,12 +237,15 @@ class Router:
             idx_mapping=idx_mapping,
             num_sampled=num_sampled,
             previous=self.previous,
+            own=self.own,
             out=kernels.Decision(out_routes, self.entropy, self.gains),
         )
 
     def release(self, slots: torch.Tensor) -> None:
         """Forget what ``slots`` (int64 [n]) did, for the requests that come into them."""
         self.previous.index_fill_(0, slots, -1)  # an assignment by index would wait for the device
+        if self._corrects:
+            self.own.index_fill_(0, slots, 0.0)
         if self.experience is not None:
             self.experience.release(slots)
 

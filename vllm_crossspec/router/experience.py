@@ -21,10 +21,10 @@ import triton.language as tl
 
 from vllm_crossspec.arrays import Array
 from vllm_crossspec.router.costs import MISSED_TOKENS
-from vllm_crossspec.router.kernels import merged_entropy
+from vllm_crossspec.router.kernels import OWN_MEMORY, merged_entropy
 
-OWN_MEMORY, ALL_MEMORY = 0.95, 0.99
-"""What a round counts after the next one with that drafter: of a request, of all requests."""
+ALL_MEMORY = 0.99
+"""What a round of all requests counts after the next one with that drafter; of a request's own: ``OWN_MEMORY``."""
 FADE = 0.998
 """What is left, after a round of others, of what is known of a drafter that did not draft: text may have changed."""
 PRIOR_ROUNDS = 4.0

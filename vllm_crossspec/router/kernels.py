@@ -27,11 +27,17 @@ FIXED, ENTROPY, NEURAL, GOODPUT = 0, 1, 2, 3
 ENTROPY_BLOCK = 4096
 """Logits of a program: 32 a thread."""
 
+OWN_MEMORY = 0.95
+"""What a request's round counts after its next one with that drafter."""
+PRIOR_OF_CORRECTION = 4.0
+"""Rounds with a drafter that count as much as what it usually brings, where predictions are corrected."""
+
 _FIXED, _ENTROPY, _NEURAL, _GOODPUT = (tl.constexpr(policy) for policy in (FIXED, ENTROPY, NEURAL, GOODPUT))
 _MATRIX_ROWS = 5  # from so many requests on, tensor cores beat reading the weights once for each of them
 _WIDE_ROWS = 65  # and from so many on, wide tiles beat reading the weights once for every 16 requests
 _VECTOR_MIDDLE = 4  # middle units of a program for few requests: enough programs for every processor
 _DECIDE_ROWS = 16
+_OWN_MEMORY, _PRIOR = tl.constexpr(OWN_MEMORY), tl.constexpr(PRIOR_OF_CORRECTION)
 
 
 # Batches of every size are served; a variant for each divisibility would be compiled in the middle of serving.
@@ -257,14 +263,17 @@ class Rule(NamedTuple):
         thresholds: float32 [N - 1] of ENTROPY (nats) and NEURAL (tokens).
         costs: float32 [2, N] of GOODPUT, for the current batch size: seconds of a round (draft and verification) with
             each drafter, and of a switch to it.
-        mean_length: float32 [1] of GOODPUT: mean acceptance length of the reference, tokens.
+        mean_lengths: float32 [N] acceptance length of each drafter as a rule, tokens; the reference's of GOODPUT, all
+            of them where predictions are corrected.
+        corrects: whether NEURAL and GOODPUT correct predictions by what a request's own rounds have brought.
     """
 
     policy: int
     fixed: int
     thresholds: torch.Tensor
     costs: torch.Tensor
-    mean_length: torch.Tensor
+    mean_lengths: torch.Tensor
+    corrects: bool = False
 
 
 class Decision(NamedTuple):
@@ -273,8 +282,8 @@ class Decision(NamedTuple):
     Attributes:
         routes: int32 [R] drafter of each request, -1 for none.
         entropy: float32 [R] nats, written under ENTROPY; 0 where there is no route.
-        gains: float32 [R, N - 1] contiguous, predicted tokens by which each drafter beats the reference; written under
-            NEURAL and GOODPUT; 0 where there is no route.
+        gains: float32 [R, N - 1] contiguous, tokens by which each drafter is expected to beat the reference; written
+            under NEURAL and GOODPUT; 0 where there is no route.
     """
 
     routes: torch.Tensor
@@ -300,6 +309,20 @@ def merged_entropy(parts, split, is_part):
     return tl.maximum(tl.log(total) - moment / total, 0.0)
 
 
+@triton.jit
+def _correction(own_ptr, mean_lengths_ptr, slot, previous, sampled, decides, drafter, DRAFTERS: tl.constexpr):
+    """How many tokens a round more than usual a request's own rounds with a drafter have brought; takes in the last."""
+    at = own_ptr + (slot * DRAFTERS + drafter) * 2
+    tokens = tl.load(at, mask=decides, other=0.0)
+    rounds = tl.load(at + 1, mask=decides, other=0.0)
+    mine = decides & (previous == drafter)
+    tokens = tl.where(mine, tokens * _OWN_MEMORY + sampled.to(tl.float32), tokens)
+    rounds = tl.where(mine, rounds * _OWN_MEMORY + 1.0, rounds)
+    tl.store(at, tokens, mask=mine)
+    tl.store(at + 1, rounds, mask=mine)
+    return tl.div_rn(tokens - rounds * tl.load(mean_lengths_ptr + drafter), rounds + _PRIOR)
+
+
 # Thresholds and costs are rows of small tables, each with an alignment of its own.
 @triton.jit(
     do_not_specialize=["num_rows", "fixed"],
@@ -311,7 +334,8 @@ def _decide_kernel(
     b2_ptr,  # float32 [N - 1]
     thresholds_ptr,  # float32 [N - 1]
     costs_ptr,  # float32 [2, N]
-    mean_length_ptr,  # float32 [1]
+    mean_lengths_ptr,  # float32 [N]
+    own_ptr,  # float32 [S, N, 2]
     idx_mapping_ptr,  # int [R]
     num_sampled_ptr,  # int32 [R]
     num_rows,
@@ -321,6 +345,7 @@ def _decide_kernel(
     gains_ptr,  # float32 [R, N - 1]
     fixed,
     POLICY: tl.constexpr,
+    CORRECTS: tl.constexpr,
     GAINS: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCKS: tl.constexpr,
@@ -355,13 +380,24 @@ def _decide_kernel(
         is_part = decides[:, None] & (block < BLOCKS)[None, :]
         parts = gain_parts_ptr + (r * BLOCKS * GAINS)[:, None] + (block * GAINS)[None, :]
         best = tl.zeros([BLOCK_R], tl.float32)
-        mean_length = tl.load(mean_length_ptr)
+        mean_length = tl.zeros([BLOCK_R], tl.float32) + tl.load(mean_lengths_ptr + GAINS)
+        correction = tl.zeros([BLOCK_R], tl.float32)
+        if CORRECTS:
+            correction = _correction(
+                own_ptr, mean_lengths_ptr, slot, previous, sampled, decides, GAINS, DRAFTERS=GAINS + 1
+            )
+            mean_length += correction
         if POLICY == _GOODPUT:
             is_switch = (previous >= 0) & (previous != GAINS)
             switch = tl.where(is_switch, tl.load(costs_ptr + GAINS + 1 + GAINS), 0.0)
             best = tl.div_rn(tl.maximum(mean_length, 1.0), tl.load(costs_ptr + GAINS) + switch)
         for drafter in tl.static_range(GAINS):
             gain = tl.sum(tl.load(parts + drafter, mask=is_part, other=0.0), axis=1) + tl.load(b2_ptr + drafter)
+            if CORRECTS:
+                own = _correction(
+                    own_ptr, mean_lengths_ptr, slot, previous, sampled, decides, drafter, DRAFTERS=GAINS + 1
+                )
+                gain += own - correction
             gain = tl.where(decides, gain, 0.0)
             tl.store(gains_ptr + r * GAINS + drafter, gain, mask=inside)
             if POLICY == _NEURAL:
@@ -390,6 +426,7 @@ def decide(
     idx_mapping: torch.Tensor,
     num_sampled: torch.Tensor,
     previous: torch.Tensor,
+    own: torch.Tensor,
     out: Decision,
 ) -> None:
     """Put the parts together and choose a drafter for every request; one launch, 16 requests a program.
@@ -399,6 +436,10 @@ def decide(
     reference (section 3.3.2). GOODPUT: the largest (mean length + gain) / (round + switch if it did not draft last),
     that is tokens per second, counting at least one token a round. Ties go to the reference, then to the smaller
     number; under GOODPUT first of all to the drafter that drafted last.
+
+    A rule that corrects adds to every drafter's prediction what its rounds have brought this request beyond what it
+    brings as a rule: (tokens - rounds * mean length) / (rounds + PRIOR_OF_CORRECTION), older rounds counting less. So
+    a request whose predictions miss goes to the drafter that has been better for it. The paper's routers do not.
 
     Args:
         rule: what the decision goes by.
@@ -410,11 +451,15 @@ def decide(
         num_sampled: int32 [at least R] accepted tokens; 0 inside a prompt.
         previous: int32 [S] last drafter of every slot, -1 for none; takes the new one. Rows that are padding or inside
             a prompt get route -1 and leave it alone.
+        own: float32 [S, N, 2] of a rule that corrects: tokens and rounds of every slot's request by drafter; takes in
+            the round that has ended. Not looked at by other rules.
         out: written.
     """
     num_rows, num_gains = idx_mapping.shape[0], rule.thresholds.shape[0]
     splits = entropy_parts.shape[1]
     assert rule.costs.shape == (2, num_gains + 1) and rule.costs.is_contiguous() and rule.thresholds.is_contiguous()
+    assert rule.mean_lengths.shape == (num_gains + 1,) and own.is_contiguous()
+    assert not rule.corrects or own.shape == (previous.shape[0], num_gains + 1, 2)
     assert out.gains.shape[1] == num_gains and out.gains.is_contiguous() and out.routes.shape[0] >= num_rows
     _decide_kernel[(triton.cdiv(num_rows, _DECIDE_ROWS),)](
         entropy_parts,
@@ -422,7 +467,8 @@ def decide(
         b2,
         rule.thresholds,
         rule.costs,
-        rule.mean_length,
+        rule.mean_lengths,
+        own,
         idx_mapping,
         num_sampled,
         num_rows,
@@ -432,6 +478,7 @@ def decide(
         out.gains,
         rule.fixed,
         POLICY=rule.policy,
+        CORRECTS=rule.corrects,
         GAINS=num_gains,
         SPLITS=splits,
         BLOCKS=num_blocks,

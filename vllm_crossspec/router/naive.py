@@ -11,12 +11,12 @@ from vllm_crossspec.router.experience import (
     FADE,
     LEVEL_EDGES,
     LEVELS,
-    OWN_MEMORY,
     PRIOR_AT_LEVEL,
     PRIOR_OWN,
     PRIOR_REQUEST,
     PRIOR_ROUNDS,
 )
+from vllm_crossspec.router.kernels import OWN_MEMORY, PRIOR_OF_CORRECTION
 
 
 def entropy(logits: torch.Tensor) -> torch.Tensor:
@@ -48,6 +48,27 @@ def gains(
     """
     middle = F.gelu(F.linear(hidden_states.double(), w1.double(), b1.double()))
     return F.linear(middle, w2.double(), b2.double()).float()
+
+
+def correct(
+    row: list[float], own: torch.Tensor, mean_lengths: list[float], previous: int, tokens: int
+) -> tuple[list[float], float]:
+    """Take in a request's last round, and correct what is predicted by what its rounds have brought.
+
+    Args:
+        row: [N - 1] predicted gains.
+        own: float32 [N, 2] the request's tokens and rounds by drafter; takes in the round.
+        mean_lengths: [N] tokens of a round with each drafter as a rule.
+        previous: the round's drafter, -1 for none.
+        tokens: that it brought.
+
+    Returns:
+        The gains [N - 1], and how much the reference brings beyond its mean.
+    """
+    if previous >= 0:
+        own[previous] = OWN_MEMORY * own[previous] + torch.tensor([float(tokens), 1.0])
+    beyond = (own[:, 0] - own[:, 1] * torch.tensor(mean_lengths)) / (own[:, 1] + PRIOR_OF_CORRECTION)
+    return (torch.tensor(row) + beyond[:-1] - beyond[-1]).tolist(), float(beyond[-1])
 
 
 def route_by_entropy(value: float, thresholds: list[float]) -> int:

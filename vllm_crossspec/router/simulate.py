@@ -17,6 +17,7 @@ import torch
 from vllm_crossspec.router.checkpoint import RouterFacts
 from vllm_crossspec.router.costs import RoundCosts, auto_thresholds
 from vllm_crossspec.router.experience import probe_of
+from vllm_crossspec.router.kernels import OWN_MEMORY, PRIOR_OF_CORRECTION
 from vllm_crossspec.router.naive import Learned, Round, route_by_experience
 
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -147,6 +148,40 @@ def by_gain(gains: torch.Tensor, thresholds: Sequence[float]) -> Rule:
     above = gains - torch.tensor(thresholds, dtype=gains.dtype)
     best = above.max(dim=1)
     return by_record(torch.where(best.values > 0, best.indices, gains.shape[1]))
+
+
+def by_corrected_gain(
+    trajectories: Trajectories, gains: torch.Tensor, thresholds: Sequence[float], usual: torch.Tensor
+) -> Rule:
+    """As :func:`by_gain`, the predictions corrected by what a text's own rounds have brought (``router.kernels``).
+
+    Args:
+        trajectories: that are walked over, once: the rule notes what it has chosen.
+        gains: [M, N - 1] predicted tokens.
+        thresholds: [N - 1].
+        usual: float [N], or [T, N] by text: tokens of a round with each drafter, see ``RouterFacts.mean_lengths``.
+    """
+    lengths, known, starts, ends = trajectories
+    num_texts, num_drafters = starts.shape[0], lengths.shape[1]
+    texts = torch.repeat_interleave(torch.arange(num_texts), ends - starts)
+    text_of = torch.zeros(lengths.shape[0], dtype=torch.int64)
+    text_of[torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])] = texts
+    steps = torch.minimum(lengths, known[:, None]).clamp(min=1)
+    usual = usual.float().expand(num_texts, num_drafters)
+    limits = torch.tensor([*thresholds, 0.0])
+    tokens, rounds = torch.zeros(num_texts, num_drafters), torch.zeros(num_texts, num_drafters)
+
+    def rule(at: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        own = text_of[at]
+        count = rounds[own]
+        above = (tokens[own] - count * usual[own]) / (count + PRIOR_OF_CORRECTION) - limits
+        above[:, :-1] += gains[at]
+        drafters = _last_argmax(above)
+        tokens[own, drafters] = OWN_MEMORY * tokens[own, drafters] + steps[at, drafters]
+        rounds[own, drafters] = OWN_MEMORY * count[torch.arange(len(at)), drafters] + 1
+        return drafters
+
+    return rule
 
 
 def by_experience(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_crossspec.router import simulate
-from vllm_crossspec.router.simulate import Outcome, Rule, Value
+from vllm_crossspec.router.simulate import Outcome, Rule, Trajectories, Value
 from vllm_crossspec.training.records import Records
 from vllm_crossspec.training.router import trajectories
 from vllm_crossspec.tree.schedule import expected_tokens
@@ -82,37 +82,47 @@ def grid_of(signal: torch.Tensor, points: int) -> tuple[float, ...]:
     return tuple(sorted({float(low), *(round(float(v), 3) for v in values), float(high)}))
 
 
-def rule_of(policy: str, signal: torch.Tensor, thresholds: Sequence[float]) -> Rule:
-    """The rule of a policy.
+class Signal(NamedTuple):
+    """What a policy with thresholds goes by.
 
-    Args:
+    Attributes:
         policy: ``entropy`` or ``neural``.
-        signal: [M] nats, or [M, N - 1] predicted gains.
-        thresholds: [N - 1].
+        values: [M] nats, or [M, N - 1] predicted gains.
+        usual: [N] mean lengths of the router, whose predictions are corrected by a text's own rounds; None: they are
+            not.
     """
-    if policy == "entropy":
-        return simulate.by_entropy(signal, thresholds)
-    return simulate.by_gain(signal, thresholds)
+
+    policy: str
+    values: torch.Tensor
+    usual: Sequence[float] | None = None
+
+    def rule(self, paths: Trajectories, thresholds: Sequence[float]) -> Rule:
+        """The policy at some thresholds [N - 1], for one walk over these texts."""
+        if self.policy == "entropy":
+            return simulate.by_entropy(self.values, thresholds)
+        if self.usual is None:
+            return simulate.by_gain(self.values, thresholds)
+        return simulate.by_corrected_gain(paths, self.values, thresholds, torch.tensor(self.usual))
 
 
-def calibrate(records: Records, policy: str, signal: torch.Tensor, value: Value, points: int) -> Calibration:
+def calibrate(records: Records, signal: Signal, value: Value, points: int) -> Calibration:
     """Search the thresholds of a policy.
 
     Args:
         records: to search on.
-        policy: ``entropy`` or ``neural``.
-        signal: as in :func:`rule_of`.
+        signal: of the policy.
         value: what is to be most.
         points: G, at most.
     """
     paths, groups = trajectories(records, records.texts), groups_of(records)
     others = len(records.facts.drafters) - 1
-    grid = tuple(grid_of(signal if policy == "entropy" else signal[:, i], points) for i in range(others))
+    columns = signal.values.reshape(len(records.entropy), -1).expand(-1, others)
+    grid = tuple(grid_of(column, points) for column in columns.T)
     known: dict[Thresholds, Outcome] = {}
 
     def outcome(thresholds: Thresholds) -> Outcome:
         if thresholds not in known:
-            known[thresholds] = simulate.walk(paths, rule_of(policy, signal, thresholds))
+            known[thresholds] = simulate.walk(paths, signal.rule(paths, thresholds))
         return known[thresholds]
 
     def worth(category: str) -> Callable[[Thresholds], float]:
@@ -121,7 +131,7 @@ def calibrate(records: Records, policy: str, signal: torch.Tensor, value: Value,
     def mean(thresholds: Thresholds) -> float:
         return sum(worth(category)(thresholds) for category in groups) / len(groups)
 
-    falling = policy == "entropy"
+    falling = signal.policy == "entropy"
     overall = search(mean, grid, falling)
     scores = {**{category: worth(category) for category in groups}, OVERALL: mean}
     curves = {

@@ -186,6 +186,7 @@ def train_router(
     progress: Progress | None = None,
     value: Value | None = None,
     carried: "Carried | None" = None,
+    correct: bool = True,
 ) -> tuple[RouterCheckpoint, Report]:
     """Train on the records but for the held-out texts.
 
@@ -195,6 +196,7 @@ def train_router(
         progress: called after every step.
         value: what the report counts beside tokens a round, where it has costs.
         carried: what kinds of text that were left out have taught; None: nothing.
+        correct: whether the report's router corrects its predictions, as a server's does unless it is told not to.
 
     Raises:
         ValueError: too few texts or records.
@@ -217,11 +219,11 @@ def train_router(
             **asdict(config),
             "num_texts": len(split.train),
             "num_records": int(rows.sum()),
-            **({"epochs_kept": carried.epochs} if carried else {}),
+            **({"epochs_kept": carried.epochs, "corrected": correct} if carried else {}),
         },
     )
     checkpoint = RouterCheckpoint(facts, *net.folded())
-    return checkpoint, _report(records, split, gains, facts, value or Value())
+    return checkpoint, _report(records, split, gains, facts, value or Value(), correct)
 
 
 def lessons_of(records: Records, texts: Sequence[Text], weighting: str) -> Lessons:
@@ -428,7 +430,9 @@ def explained(gains: torch.Tensor, targets: torch.Tensor) -> tuple[float, ...]:
     return tuple((1 - (gains - targets).square().sum(dim=0) / spread).tolist())
 
 
-def _report(records: Records, split: Split, gains: torch.Tensor, facts: RouterFacts, value: Value) -> Report:
+def _report(
+    records: Records, split: Split, gains: torch.Tensor, facts: RouterFacts, value: Value, correct: bool
+) -> Report:
     """The held-out texts, or all where none is held out."""
     texts = split.held_out or split.train
     rows = rows_of(records, texts) & records.is_complete
@@ -438,9 +442,10 @@ def _report(records: Records, split: Split, gains: torch.Tensor, facts: RouterFa
     }
     entropy, neural = (value.auto_thresholds(policy, facts, others + 1) for policy in ("entropy", "neural"))
     outcomes["entropy, auto"] = simulate.walk(paths, simulate.by_entropy(records.entropy, entropy))
-    outcomes["neural, 0"] = simulate.walk(paths, simulate.by_gain(gains, [0.0] * others))
-    if any(neural):
-        outcomes["neural, auto"] = simulate.walk(paths, simulate.by_gain(gains, neural))
+    outcomes["neural, auto, as predicted"] = simulate.walk(paths, simulate.by_gain(gains, neural))
+    if correct:
+        usual = torch.tensor(facts.mean_lengths)
+        outcomes["neural, auto"] = simulate.walk(paths, simulate.by_corrected_gain(paths, gains, neural, usual))
     one_each = [[i] for i in range(len(texts))]
     outcomes["oracle-prompt"] = simulate.walk(paths, simulate.oracle_by_group(paths, one_each, value))
     outcomes["oracle-token"] = simulate.walk(paths, simulate.oracle_token(paths, value))

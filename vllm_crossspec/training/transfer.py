@@ -8,6 +8,7 @@ stands on both sides.
 Shape legend: M records, N drafters in routing order (the last is the reference), E epochs.
 """
 
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,7 @@ class Kind(NamedTuple):
         best: name of its best single drafter.
         single: what that is worth there, as the value counts.
         routed: what the router is worth with the thresholds that were found.
+        foreign: what it is worth with those that are best for the worst of the other kinds: this one chose nothing.
         oracle: what the best drafter of every round is worth.
     """
 
@@ -50,6 +52,7 @@ class Kind(NamedTuple):
     best: str
     single: float
     routed: float
+    foreign: float
     oracle: float
 
 
@@ -70,7 +73,12 @@ class Transfer(NamedTuple):
 
 
 def leave_kinds_out(
-    records: Records, config: RouterConfig, value: Value, points: int = 41, progress: Progress | None = None
+    records: Records,
+    config: RouterConfig,
+    value: Value,
+    points: int = 41,
+    progress: Progress | None = None,
+    correct: bool = True,
 ) -> Transfer:
     """Train a network without each kind, and find what is best for the one that fares worst.
 
@@ -80,6 +88,7 @@ def leave_kinds_out(
         value: what the thresholds are to make most of.
         points: thresholds of the grid, at most, for each drafter.
         progress: called after every step, of all networks together.
+        correct: whether predictions are corrected by a text's own rounds (``RouterConfig.correct`` of a server).
 
     Raises:
         ValueError: one category only, or one without records to judge by or to learn from.
@@ -111,24 +120,39 @@ def leave_kinds_out(
     alone = [simulate.walk(paths, simulate.always(drafter)) for drafter in range(len(names))]
     singles = {kind: [value(one.of(texts)) for one in alone] for kind, texts in groups.items()}
 
-    def routed(thresholds: tuple[float, ...]) -> Outcome:
-        return simulate.walk(paths, simulate.by_gain(gains, thresholds))
+    usual = _usual_elsewhere(alone, groups)
+    known: dict[tuple[float, ...], dict[str, float]] = {}
 
-    def worst(thresholds: tuple[float, ...]) -> float:
-        outcome = routed(thresholds)
-        return min(value(outcome.of(texts)) / max(singles[kind]) for kind, texts in groups.items())
+    def worth(thresholds: tuple[float, ...]) -> dict[str, float]:
+        """By kind."""
+        if thresholds not in known:
+            rule = simulate.by_gain(gains, thresholds)
+            if correct:
+                rule = simulate.by_corrected_gain(paths, gains, thresholds, usual)
+            outcome = simulate.walk(paths, rule)
+            known[thresholds] = {kind: value(outcome.of(texts)) for kind, texts in groups.items()}
+        return known[thresholds]
+
+    def best_for(judges: Collection[str]) -> tuple[float, ...]:
+        """The thresholds with which the worst of these kinds is best."""
+
+        def worst(thresholds: tuple[float, ...]) -> float:
+            return min(worth(thresholds)[kind] / max(singles[kind]) for kind in judges)
+
+        return search(worst, grid, falling=False).thresholds
 
     even = _even(records, value)
     grid = [sorted({*grid_of(column, points), zero}) for column, zero in zip(gains.T, even, strict=True)]
-    thresholds = search(worst, grid, falling=False).thresholds
-    outcome, oracle = routed(thresholds), simulate.walk(paths, simulate.oracle_token(paths, value))
+    thresholds = best_for(groups)
+    oracle = simulate.walk(paths, simulate.oracle_token(paths, value))
     kinds = {
         kind: Kind(
             num_texts=len(texts),
             r2=explained(gains[of_kind[kind] & complete], targets[of_kind[kind] & complete]),
             best=names[singles[kind].index(max(singles[kind]))],
             single=max(singles[kind]),
-            routed=value(outcome.of(texts)),
+            routed=worth(thresholds)[kind],
+            foreign=worth(best_for(groups.keys() - {kind}))[kind],
             oracle=value(oracle.of(texts)),
         )
         for kind, texts in groups.items()
@@ -150,6 +174,15 @@ def _learn_without(
         by_epoch[next(epoch), rows] = predicted_gains(records, net, rows)
 
     fit(records, split, lessons, config, progress, epochs=config.epochs, on_epoch=note)
+
+
+def _usual_elsewhere(alone: Sequence[Outcome], groups: Mapping[str, Sequence[int]]) -> torch.Tensor:
+    """float32 [T, N] tokens of a round with each drafter in the kinds that a text is not of."""
+    usual = torch.zeros(sum(map(len, groups.values())), len(alone))
+    for kind, texts in groups.items():
+        others = [text for other, own in groups.items() if other != kind for text in own]
+        usual[list(texts)] = torch.tensor([one.of(others).acceptance_length for one in alone])
+    return usual
 
 
 def _even(records: Records, value: Value) -> tuple[float, ...]:

@@ -34,6 +34,7 @@ def make_router(settings: CrossSpecConfig, vllm_config: Any, device: torch.devic
             owners=tuple(order.index(settings.owner_of(name)) for name in order),
             priors=tuple(expected_tokens(settings.width_of(name)) for name in order),
             tried=_tried(settings),
+            correct=router.correct,
         ),
         hidden_size=hidden_size,
         vocab_size=model_config.get_vocab_size(),
