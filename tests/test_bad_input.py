@@ -174,6 +174,10 @@ CASES = {
         lambda tmp: whiflash(router={"max_backlog": 7}),
         "router.max_backlog is 7, but one round can accept 8 tokens; use 8 or more",
     ),
+    "a correction of nothing": (
+        lambda tmp: whiflash(router={"policy": "entropy", "threshold": 2.0, "correct": False}),
+        "router.correct is for a trained router: policy 'neural', or 'goodput' with model; leave it out",
+    ),
     "no router there": (
         lambda tmp: whiflash(router={"policy": "neural", "model": str(tmp / "none")}),
         "speculative_config.router.model: ",
