@@ -211,17 +211,8 @@ def _leave_kinds_out(data: Any, config: Any, value: Any, out: Path, correct: boo
         caption="of it: routed over alone; by the others: the same with the threshold that the other categories chose",
         caption_justify="left",
     )
-    for column in (
-        "category",
-        "texts",
-        "R^2",
-        "best drafter",
-        "alone",
-        "routed",
-        "of it",
-        "by the others",
-        "oracle-token",
-    ):
+    columns = ("category", "texts", "R^2", "best drafter", "alone", "routed", "of it", "by the others", "oracle-token")
+    for column in columns:
         table.add_column(column, justify="left" if column in ("category", "best drafter") else "right")
     for category, kind in found.kinds.items():
         r2 = ", ".join(f"{share:+.2f}" for share in kind.r2)
