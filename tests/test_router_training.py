@@ -15,10 +15,18 @@ from vllm_crossspec.cli.router import show_oracles
 from vllm_crossspec.router import naive, simulate
 from vllm_crossspec.router.checkpoint import read_router, save_router
 from vllm_crossspec.router.costs import RoundCosts, as_json, auto_thresholds
-from vllm_crossspec.router.simulate import Trajectories, Value, always, by_corrected_gain, by_entropy, by_gain, walk
+from vllm_crossspec.router.simulate import (
+    Signal,
+    Trajectories,
+    Value,
+    always,
+    by_corrected_gain,
+    by_entropy,
+    by_gain,
+    walk,
+)
 from vllm_crossspec.shards import shard_path
 from vllm_crossspec.training import calibration, records
-from vllm_crossspec.training.calibration import Signal
 from vllm_crossspec.training.records import Answer, Facts
 from vllm_crossspec.training.router import (
     Carried,
@@ -104,11 +112,8 @@ def test_rules_walk_as_a_plain_loop_does(seed):
         above = [float(gains[at, i]) - (0.1, -0.2)[i] for i in range(2)]
         return above.index(max(above)) if max(above) > 1e-7 else 2
 
-    own, text_of, usual = (
-        torch.zeros(len(paths.starts), 3, 2),
-        torch.zeros(num_rows, dtype=torch.int64),
-        [2.0, 3.0, 2.5],
-    )
+    own, usual = torch.zeros(len(paths.starts), 3, 2), [2.0, 3.0, 2.5]
+    text_of = torch.zeros(num_rows, dtype=torch.int64)
     for text, (start, end) in enumerate(zip(paths.starts.tolist(), paths.ends.tolist(), strict=True)):
         text_of[start:end] = text
     rounds_before: dict[int, tuple[int, int]] = {}

@@ -16,8 +16,8 @@ from vllm_crossspec.cli.options import check_file, grouped, name_list, write_jso
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from vllm_crossspec.router.checkpoint import RouterCheckpoint
     from vllm_crossspec.router.costs import RoundCosts
-    from vllm_crossspec.router.simulate import Rule, Value
-    from vllm_crossspec.training.calibration import Row, Signal
+    from vllm_crossspec.router.simulate import Rule, Signal, Value
+    from vllm_crossspec.training.calibration import Row
     from vllm_crossspec.training.records import Records
 
 RecordsOption = Annotated[Path, Option(help="Folder that `crossspec collect` wrote, finished or not.")]
@@ -63,17 +63,19 @@ class Loaded(NamedTuple):
     records: "Records"
     value: "Value"
     checkpoint: "RouterCheckpoint | None"
-    correct: bool = True
+    correct: bool
 
     def signal(self, policy: str) -> "Signal":
         """What the policy goes by."""
-        from vllm_crossspec.training.calibration import Signal
+        import torch
+
+        from vllm_crossspec.router.simulate import Signal
         from vllm_crossspec.training.router import checkpoint_gains
 
         if policy == "entropy":
             return Signal(policy, self.records.entropy)
         assert self.checkpoint is not None
-        usual = self.checkpoint.facts.mean_lengths if self.correct else None
+        usual = torch.tensor(self.checkpoint.facts.mean_lengths) if self.correct else None
         return Signal(policy, checkpoint_gains(self.records, self.checkpoint), usual)
 
 
@@ -102,7 +104,7 @@ def calibrate(
     if policy == "neural" and router is None:
         raise ValueError("--policy neural needs --router, a folder that `crossspec train router` wrote")
     _check_outputs(json_file, picture)
-    loaded = _load(records, drafters, router, costs)._replace(correct=correct)
+    loaded = _load(records, drafters, router, costs, correct)
     from vllm_crossspec.training import calibration
     from vllm_crossspec.training.router import trajectories
 
@@ -165,7 +167,7 @@ def oracle(
     if neural_threshold is not None and router is None:
         raise ValueError("--neural-threshold needs --router, a folder that `crossspec train router` wrote")
     _check_outputs(json_file, None)
-    loaded = _load(records, drafters, router, costs)._replace(correct=correct)
+    loaded = _load(records, drafters, router, costs, correct)
     from vllm_crossspec.training import calibration
 
     rules = calibration.oracle_rules(loaded.records, loaded.value)
@@ -203,7 +205,7 @@ def trace(
     if policy == "neural" and router is None:
         raise ValueError("--policy neural needs --router, a folder that `crossspec train router` wrote")
     _check_outputs(json_file, picture)
-    loaded = _load(records, drafters, router, CostOptions())._replace(correct=correct)
+    loaded = _load(records, drafters, router, CostOptions(), correct)
     chosen = _text(loaded.records, text, category)
     from vllm_crossspec.router.simulate import oracle_token, walk
     from vllm_crossspec.training.pictures import draw_trace
@@ -258,7 +260,7 @@ def _check_outputs(json_file: Path | None, picture: Path | None) -> None:
     check_file("--picture", picture)
 
 
-def _load(folder: Path, drafters: str | None, router: Path | None, flags: CostOptions) -> Loaded:
+def _load(folder: Path, drafters: str | None, router: Path | None, flags: CostOptions, correct: bool = True) -> Loaded:
     """Records, what is to be most, and the trained router. Raises ValueError where they do not fit each other."""
     from vllm_crossspec.router.checkpoint import read_router
     from vllm_crossspec.router.simulate import Value
@@ -272,7 +274,7 @@ def _load(folder: Path, drafters: str | None, router: Path | None, flags: CostOp
     checkpoint = None
     if router is not None:
         checkpoint = read_router(router, hidden_size=facts.hidden_size, drafters=facts.drafters, key="--router")
-    return Loaded(records, Value(costs, flags.batch_size), checkpoint)
+    return Loaded(records, Value(costs, flags.batch_size), checkpoint, correct)
 
 
 def round_costs(flags: CostOptions, drafters: Sequence[str]) -> "RoundCosts | None":

@@ -163,9 +163,9 @@ def by_corrected_gain(
     """
     lengths, known, starts, ends = trajectories
     num_texts, num_drafters = starts.shape[0], lengths.shape[1]
-    texts = torch.repeat_interleave(torch.arange(num_texts), ends - starts)
     text_of = torch.zeros(lengths.shape[0], dtype=torch.int64)
-    text_of[torch.cat([torch.arange(start, end) for start, end in zip(starts, ends, strict=True)])] = texts
+    for text, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        text_of[start:end] = text
     steps = torch.minimum(lengths, known[:, None]).clamp(min=1)
     usual = usual.float().expand(num_texts, num_drafters)
     limits = torch.tensor([*thresholds, 0.0])
@@ -182,6 +182,28 @@ def by_corrected_gain(
         return drafters
 
     return rule
+
+
+class Signal(NamedTuple):
+    """What a policy with thresholds goes by.
+
+    Attributes:
+        policy: ``entropy`` or ``neural``.
+        values: [M] nats, or [M, N - 1] predicted gains.
+        usual: as :func:`by_corrected_gain` takes it; None: predictions are not corrected.
+    """
+
+    policy: str
+    values: torch.Tensor
+    usual: torch.Tensor | None = None
+
+    def rule(self, paths: Trajectories, thresholds: Sequence[float]) -> Rule:
+        """The policy at some thresholds [N - 1], for one walk over these texts."""
+        if self.policy == "entropy":
+            return by_entropy(self.values, thresholds)
+        if self.usual is None:
+            return by_gain(self.values, thresholds)
+        return by_corrected_gain(paths, self.values, thresholds, self.usual)
 
 
 def by_experience(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 
 from vllm_crossspec.router import simulate
-from vllm_crossspec.router.simulate import Outcome, Rule, Trajectories, Value
+from vllm_crossspec.router.simulate import Outcome, Rule, Signal, Value
 from vllm_crossspec.training.records import Records
 from vllm_crossspec.training.router import trajectories
 from vllm_crossspec.tree.schedule import expected_tokens
@@ -80,29 +80,6 @@ def grid_of(signal: torch.Tensor, points: int) -> tuple[float, ...]:
     values = torch.quantile(signal.double(), torch.linspace(0, 1, max(points - 2, 1), dtype=torch.float64))
     low, high = math.floor(float(signal.min())), math.ceil(float(signal.max()) + 1e-9)
     return tuple(sorted({float(low), *(round(float(v), 3) for v in values), float(high)}))
-
-
-class Signal(NamedTuple):
-    """What a policy with thresholds goes by.
-
-    Attributes:
-        policy: ``entropy`` or ``neural``.
-        values: [M] nats, or [M, N - 1] predicted gains.
-        usual: [N] mean lengths of the router, whose predictions are corrected by a text's own rounds; None: they are
-            not.
-    """
-
-    policy: str
-    values: torch.Tensor
-    usual: Sequence[float] | None = None
-
-    def rule(self, paths: Trajectories, thresholds: Sequence[float]) -> Rule:
-        """The policy at some thresholds [N - 1], for one walk over these texts."""
-        if self.policy == "entropy":
-            return simulate.by_entropy(self.values, thresholds)
-        if self.usual is None:
-            return simulate.by_gain(self.values, thresholds)
-        return simulate.by_corrected_gain(paths, self.values, thresholds, torch.tensor(self.usual))
 
 
 def calibrate(records: Records, signal: Signal, value: Value, points: int) -> Calibration:

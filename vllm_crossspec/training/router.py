@@ -17,7 +17,7 @@ from torch import nn
 
 from vllm_crossspec.router import simulate
 from vllm_crossspec.router.checkpoint import EntropyGain, RouterCheckpoint, RouterFacts, middle_size
-from vllm_crossspec.router.simulate import Outcome, Trajectories, Value
+from vllm_crossspec.router.simulate import Outcome, Signal, Trajectories, Value
 from vllm_crossspec.training.records import Records, Shard, Text, hidden_states
 
 Progress = Callable[[int, int, float | None], None]
@@ -441,11 +441,12 @@ def _report(
         name: simulate.walk(paths, simulate.always(index)) for index, name in enumerate(records.facts.drafters)
     }
     entropy, neural = (value.auto_thresholds(policy, facts, others + 1) for policy in ("entropy", "neural"))
-    outcomes["entropy, auto"] = simulate.walk(paths, simulate.by_entropy(records.entropy, entropy))
-    outcomes["neural, auto, as predicted"] = simulate.walk(paths, simulate.by_gain(gains, neural))
+    predicted = Signal("neural", gains)
+    outcomes["entropy, auto"] = simulate.walk(paths, Signal("entropy", records.entropy).rule(paths, entropy))
+    outcomes["neural, auto, as predicted"] = simulate.walk(paths, predicted.rule(paths, neural))
     if correct:
-        usual = torch.tensor(facts.mean_lengths)
-        outcomes["neural, auto"] = simulate.walk(paths, simulate.by_corrected_gain(paths, gains, neural, usual))
+        corrected = predicted._replace(usual=torch.tensor(facts.mean_lengths))
+        outcomes["neural, auto"] = simulate.walk(paths, corrected.rule(paths, neural))
     one_each = [[i] for i in range(len(texts))]
     outcomes["oracle-prompt"] = simulate.walk(paths, simulate.oracle_by_group(paths, one_each, value))
     outcomes["oracle-token"] = simulate.walk(paths, simulate.oracle_token(paths, value))

@@ -15,7 +15,7 @@ import torch
 
 from vllm_crossspec.router import simulate
 from vllm_crossspec.router.costs import break_even
-from vllm_crossspec.router.simulate import Outcome, Value
+from vllm_crossspec.router.simulate import Outcome, Signal, Value
 from vllm_crossspec.training.calibration import grid_of, groups_of, search
 from vllm_crossspec.training.records import Records
 from vllm_crossspec.training.router import (
@@ -115,50 +115,65 @@ def leave_kinds_out(
     ]
     best = errors.index(min(errors))
     gains = by_epoch[best].clone()
-
-    paths, names = trajectories(records, records.texts), records.facts.drafters
-    alone = [simulate.walk(paths, simulate.always(drafter)) for drafter in range(len(names))]
-    singles = {kind: [value(one.of(texts)) for one in alone] for kind, texts in groups.items()}
-
-    usual = _usual_elsewhere(alone, groups)
-    known: dict[tuple[float, ...], dict[str, float]] = {}
-
-    def worth(thresholds: tuple[float, ...]) -> dict[str, float]:
-        """By kind."""
-        if thresholds not in known:
-            rule = simulate.by_gain(gains, thresholds)
-            if correct:
-                rule = simulate.by_corrected_gain(paths, gains, thresholds, usual)
-            outcome = simulate.walk(paths, rule)
-            known[thresholds] = {kind: value(outcome.of(texts)) for kind, texts in groups.items()}
-        return known[thresholds]
-
-    def best_for(judges: Collection[str]) -> tuple[float, ...]:
-        """The thresholds with which the worst of these kinds is best."""
-
-        def worst(thresholds: tuple[float, ...]) -> float:
-            return min(worth(thresholds)[kind] / max(singles[kind]) for kind in judges)
-
-        return search(worst, grid, falling=False).thresholds
-
     even = _even(records, value)
-    grid = [sorted({*grid_of(column, points), zero}) for column, zero in zip(gains.T, even, strict=True)]
-    thresholds = best_for(groups)
-    oracle = simulate.walk(paths, simulate.oracle_token(paths, value))
+    judge = _Judge(records, gains, even, value, points, correct)
+    thresholds = judge.best_for(groups)
     kinds = {
-        kind: Kind(
-            num_texts=len(texts),
-            r2=explained(gains[of_kind[kind] & complete], targets[of_kind[kind] & complete]),
-            best=names[singles[kind].index(max(singles[kind]))],
-            single=max(singles[kind]),
-            routed=worth(thresholds)[kind],
-            foreign=worth(best_for(groups.keys() - {kind}))[kind],
-            oracle=value(oracle.of(texts)),
-        )
-        for kind, texts in groups.items()
+        kind: judge.kind(kind, thresholds, explained(gains[rows & complete], targets[rows & complete]))
+        for kind, rows in of_kind.items()
     }
     margins = tuple(threshold - zero for threshold, zero in zip(thresholds, even, strict=True))
     return Transfer(Carried(best + 1, margins), thresholds, kinds, gains)
+
+
+class _Judge:
+    """What thresholds are worth to kinds that the router has not seen.
+
+    Args:
+        records, value, points, correct: as of :func:`leave_kinds_out`.
+        gains: [M, N - 1] predicted.
+        even: [N - 1] tokens at which each drafter breaks even.
+    """
+
+    def __init__(
+        self, records: Records, gains: torch.Tensor, even: Sequence[float], value: Value, points: int, correct: bool
+    ):
+        self._value, self._groups, self._names = value, groups_of(records), records.facts.drafters
+        self._paths = trajectories(records, records.texts)
+        alone = [simulate.walk(self._paths, simulate.always(drafter)) for drafter in range(len(self._names))]
+        self._singles = {kind: [value(one.of(texts)) for one in alone] for kind, texts in self._groups.items()}
+        self._oracle = simulate.walk(self._paths, simulate.oracle_token(self._paths, value))
+        self._signal = Signal("neural", gains, _usual_elsewhere(alone, self._groups) if correct else None)
+        self._grid = [sorted({*grid_of(column, points), zero}) for column, zero in zip(gains.T, even, strict=True)]
+        self._known: dict[tuple[float, ...], dict[str, float]] = {}
+
+    def worth(self, thresholds: tuple[float, ...]) -> dict[str, float]:
+        """Of the router with these thresholds, by kind."""
+        if thresholds not in self._known:
+            outcome = simulate.walk(self._paths, self._signal.rule(self._paths, thresholds))
+            self._known[thresholds] = {kind: self._value(outcome.of(texts)) for kind, texts in self._groups.items()}
+        return self._known[thresholds]
+
+    def best_for(self, kinds: Collection[str]) -> tuple[float, ...]:
+        """The thresholds with which the worst of some kinds is best, over its best single drafter."""
+
+        def worst(thresholds: tuple[float, ...]) -> float:
+            return min(self.worth(thresholds)[kind] / max(self._singles[kind]) for kind in kinds)
+
+        return search(worst, self._grid, falling=False).thresholds
+
+    def kind(self, name: str, thresholds: tuple[float, ...], r2: tuple[float, ...]) -> Kind:
+        """What is told of a kind."""
+        texts, singles = self._groups[name], self._singles[name]
+        return Kind(
+            num_texts=len(texts),
+            r2=r2,
+            best=self._names[singles.index(max(singles))],
+            single=max(singles),
+            routed=self.worth(thresholds)[name],
+            foreign=self.worth(self.best_for(self._groups.keys() - {name}))[name],
+            oracle=self._value(self._oracle.of(texts)),
+        )
 
 
 def _learn_without(
