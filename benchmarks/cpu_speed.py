@@ -1,6 +1,6 @@
 """Tokens a second on a CPU, of plain generation, vLLM's own drafters and each of ours, at a real model's shape.
 
-    python benchmarks/cpu_speed.py --out runs/cpu                      # both shapes, two hours on two cores
+    python benchmarks/cpu_speed.py --out runs/cpu                      # both shapes, two to three hours on two cores
     python benchmarks/cpu_speed.py --out runs/cpu --shapes 0.2b --report docs/results
 
 The models are the pocket's, inflated: their text and their acceptance at the cost of the shape, see
