@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 from steps import DEVICE, random_parents
 
-from vllm_crossspec.cli import app
+from vllm_crossspec.cli import app, collect
 from vllm_crossspec.drafters.eagle3 import levels
 from vllm_crossspec.drafters.eagle3 import torch_ops as levels_in_torch
 from vllm_crossspec.router.simulate import always, walk
@@ -408,7 +408,7 @@ emit("ready")
 for shard in job["shards"][:2]:
     (out / f"shard-{shard['number']:05d}.safetensors").write_text(json.dumps(shard))
     emit("progress", num_tokens=3)
-    emit("shard", number=shard["number"], num_texts=1, num_records=2)
+    emit("shard", number=shard["number"], num_texts=1, num_made=2)
 if len(job["shards"]) > 2:
     print("ZeroDivisionError: the third shard")
     sys.exit(3)
@@ -419,7 +419,7 @@ if len(job["shards"]) > 2:
 def test_only_missing_shards_are_asked_for_again(tmp_path, capsys, monkeypatch):
     """The engine's process is played by a script that dies at the third shard."""
     (tmp_path / "played_collection.py").write_text(PLAYED_ENGINE)
-    monkeypatch.setattr("vllm_crossspec.cli.collect.COLLECT_MODULE", "played_collection")
+    monkeypatch.setattr("vllm_crossspec.cli.collect.COLLECT", collect.COLLECT._replace(module="played_collection"))
     shown: list[Path] = []
     monkeypatch.setattr("vllm_crossspec.cli.router.show_oracles", lambda records, costs: shown.append(records))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

@@ -4,16 +4,16 @@ import json
 from dataclasses import replace
 
 import pytest
-from tiny_training import DEPTH, DRAFT_MODEL, EAGLE3, LOOP, TRAINERS, VOCAB
+from tiny_training import DEPTH, DRAFT_MODEL, EAGLE3, LOOP, RESPONSES, TRAINERS, VOCAB
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from vllm_crossspec.cli.responses import generate
 from vllm_crossspec.cli.train import app as train_app
 from vllm_crossspec.training.data import read_rows
 from vllm_crossspec.training.dflash import DFlashConfig, train_dflash
 from vllm_crossspec.training.draft_model import train_draft_model
 from vllm_crossspec.training.eagle3 import Eagle3Config, train_eagle3
-from vllm_crossspec.training.generate import GenerateConfig, generate
 from vllm_crossspec.training.generations import Generation, write_shard
 from vllm_crossspec.training.loop import LoopConfig
 
@@ -86,7 +86,7 @@ def test_other_settings_do_not_resume(tmp_path, responses, target_folder):
 
 def test_text_without_rows_is_one_sentence(tmp_path, target_folder):
     with _raises("no file matches"):
-        generate(tmp_path, target_folder, tmp_path / "out", GenerateConfig())
+        generate(tmp_path, target_folder, tmp_path / "out", RESPONSES)
     (tmp_path / "train-a.jsonl").write_text("not json\n")
     with _raises("train-a.jsonl:1"):
         read_rows(tmp_path)

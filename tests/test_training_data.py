@@ -1,30 +1,35 @@
 """Training's responses and batches on a tiny random target."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from tiny_training import VOCAB, random_rows, texts
+from tiny_training import RESPONSES, VOCAB, random_rows
 
-from vllm_crossspec.training.generate import GenerateConfig, generate, generate_batch, prepare_for_generation
+from vllm_crossspec.cli.responses import GENERATE, generate
+from vllm_crossspec.cli.sharded import run_missing
+from vllm_crossspec.training.generate import plan
 from vllm_crossspec.training.generations import collate, generation_batches, read_generations, sample_anchors
 from vllm_crossspec.training.states import load_target
 
 # ---- responses
 
 
-def test_batched_responses_equal_one_by_one_greedy(target_folder):
-    """Left padding, the slab cache, folded attention and leaving rows do not change a greedy answer."""
-    model, tokenizer = load_target(target_folder, torch.float32)
-    prompts = tokenizer([r["prompt"] for r in texts()[:7]])["input_ids"]
+def test_responses_are_the_targets_own(tmp_path, data, target_folder):
+    """Whatever is in the batch, a greedy answer is what the target says alone, up to the token that ends it."""
+    model, _ = load_target(target_folder, torch.float32)
+    job, shards = plan(data, target_folder, tmp_path, replace(RESPONSES, sampled_share=0.0, rows_per_batch=7))
+    prompts = [prompt["ids"] for prompt in shards[1]["prompts"]]
     # An end token that greedy text does contain, so that rows end at different lengths.
-    plain = [_greedy(model, prompt, 20, end_id=-1) for prompt in prompts]
-    flat = [token for answer in plain for token in answer]
-    end_id = max(set(flat), key=lambda token: sum(token in answer for answer in plain[:4]))
-    expected = [_greedy(model, prompt, 20, end_id) for prompt in prompts]
-    got = generate_batch(
-        prepare_for_generation(model), prompts, [0.0] * 7, 20, end_id, torch.Generator().manual_seed(0)
-    )
-    assert got == expected
-    assert len({len(answer) for answer in got}) > 1
+    plain = [_greedy(model, prompt, 24, end_id=-1) for prompt in prompts]
+    tokens = {token for answer in plain for token in answer}
+    end_id = max(tokens, key=lambda token: len({answer.index(token) for answer in plain if token in answer}))
+    engine = {"model": str(target_folder), "dtype": "float32", "max_num_seqs": 7, "max_model_len": 88}
+    made = run_missing(GENERATE, {**job, "end_id": end_id, "engine": engine}, shards[1:2], 24, engines=1)
+    expected = [_greedy(model, prompt, 24, end_id) for prompt in prompts]
+    got = [row.response_ids for row in read_generations(tmp_path, "train", VOCAB)]
+    assert got == [answer for answer in expected if len(answer) > 1]  # others have nothing to draft
+    assert len({len(answer) for answer in got}) > 1 and made == sum(map(len, expected))
 
 
 def _greedy(model, prompt: list[int], count: int, end_id: int) -> list[int]:
@@ -38,18 +43,17 @@ def _greedy(model, prompt: list[int], count: int, end_id: int) -> list[int]:
 
 
 def test_responses_are_resumable_and_seeded(tmp_path, data, target_folder, responses):
-    config = GenerateConfig(max_new_tokens=24, shard_rows=20)
-    assert generate(data, target_folder, responses, config) == 0  # nothing is missing
+    assert generate(data, target_folder, responses, RESPONSES) == 0  # nothing is missing
     copy = tmp_path / "again"
-    assert generate(data, target_folder, copy, config) > 0
+    assert generate(data, target_folder, copy, RESPONSES) > 0
     names = sorted(p.name for p in responses.glob("*.gz"))
     assert names == ["dev-00000.jsonl.gz", "train-00000.jsonl.gz", "train-00001.jsonl.gz"]
     (copy / names[1]).unlink()
-    generate(data, target_folder, copy, config)
+    generate(data, target_folder, copy, RESPONSES)
     for name in names:
         assert (copy / name).read_bytes() == (responses / name).read_bytes()
     with pytest.raises(ValueError, match="other max_new_tokens"):
-        generate(data, target_folder, copy, GenerateConfig(max_new_tokens=12, shard_rows=20))
+        generate(data, target_folder, copy, replace(RESPONSES, max_new_tokens=12))
 
 
 def test_only_training_prompts_are_sampled(responses):

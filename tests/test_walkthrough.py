@@ -22,7 +22,7 @@ import walkthrough
 from commands import crossspec
 from documents import DOCUMENTS, ROOT, Command, all_commands, read
 
-from vllm_crossspec.training import generate, target
+from vllm_crossspec.training import target
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
@@ -60,7 +60,7 @@ SMALLER = {
     "crossspec flashhead build": "--new-tokens 4 --iterations 2 --prompts PROMPTS.jsonl",
     "crossspec ngram build": "--workers 1",
     "crossspec train target": "--steps 1 --threads 1",
-    "crossspec train generate": "--max-rows 8 --max-new-tokens 24 --threads 1",
+    "crossspec train generate": "--max-rows 8 --max-new-tokens 24",
     "crossspec train eagle3": f"{ONE_STEP} --anchors 2 --draft-vocab 64",
     "crossspec train confu": f"{ONE_STEP} --anchors 2",
     "crossspec train dflash": f"{ONE_STEP} --anchors 2",
@@ -228,7 +228,6 @@ def test_a_page_does_what_it_says(file, tmp_path, plain, answered, monkeypatch):
     if file.name != "pocket-models.md":
         shutil.copytree(answered, tmp_path / "work" / "responses")
     monkeypatch.setattr(target, "TargetConfig", partial(target.TargetConfig, **TARGET_SHAPE))
-    generate._generator_model.cache_clear()  # it goes by a path, which is another model's in every folder
     with walkthrough.Walk(tmp_path, smaller, plain) as walk:
         walk.page(name(file), chosen)
 

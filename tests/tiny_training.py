@@ -7,19 +7,20 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from vllm_crossspec.cli.responses import generate
 from vllm_crossspec.training.confu import ConfuConfig
 from vllm_crossspec.training.dart import DartConfig, train_dart
 from vllm_crossspec.training.data import IM_END
 from vllm_crossspec.training.dflash import DFlashConfig, train_dflash
 from vllm_crossspec.training.draft_model import DraftModelConfig, train_draft_model
 from vllm_crossspec.training.eagle3 import Eagle3Config, train_eagle3
-from vllm_crossspec.training.generate import GenerateConfig, generate
+from vllm_crossspec.training.generate import GenerateConfig
 from vllm_crossspec.training.generations import Generation
 from vllm_crossspec.training.loop import LoopConfig
 from vllm_crossspec.training.states import FrozenTarget, load_target
 from vllm_crossspec.training.tokenizer import train_tokenizer
 
-VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, DEPTH = 288, 32, 2, 1, 16, 8
+VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, DEPTH = 288, 32, 2, 1, 32, 8
 EAGLE3 = Eagle3Config(
     intermediate_size=48, draft_vocab_size=96, num_steps=4, rows_per_step=4, anchors_per_row=8, bfloat16=False
 )
@@ -48,6 +49,7 @@ CONFU = ConfuConfig(
     max_lag=3,
 )
 """It has to be given the ``start`` that it goes on from."""
+RESPONSES = GenerateConfig(max_prompt_tokens=64, max_new_tokens=24, shard_rows=20)
 LOOP = LoopConfig(steps=24, lr=1e-2, warmup=4, save_every=6, eval_every=12)
 TRAINERS = {
     "eagle3": (train_eagle3, EAGLE3),
@@ -106,7 +108,7 @@ def write_target(folder: Path) -> None:
 
 def write_responses(folder: Path, data: Path, target_folder: Path) -> None:
     """The target's own answers to the text's prompts."""
-    generate(data, target_folder, folder, GenerateConfig(max_new_tokens=24, shard_rows=20))
+    generate(data, target_folder, folder, RESPONSES)
 
 
 def write_eagle3(folder: Path, responses: Path, target_folder: Path) -> Path:

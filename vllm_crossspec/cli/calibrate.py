@@ -12,9 +12,10 @@ from typer import Option
 from typer.core import TyperGroup
 
 from vllm_crossspec.cli import options, router
-from vllm_crossspec.cli.collect import describe, interleaved, make_job, make_shards, run_missing
+from vllm_crossspec.cli.collect import describe, interleaved, make_job, make_shards
 from vllm_crossspec.cli.compare import wide_console
 from vllm_crossspec.cli.demo import METHODS, POCKET, located
+from vllm_crossspec.cli.sharded import Work, run_missing
 from vllm_crossspec.tree.base import tree_kind
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from vllm_crossspec.adaptive.rounds import Rounds
     from vllm_crossspec.cli.runner import Prompt
 
-MODULE = "vllm_crossspec.engine.jobs.rounds"
+ROUNDS = Work("calibrate heterospec", "vllm_crossspec.engine.jobs.rounds", "rounds")
 DEFAULT_METHOD = "eagle3-tree"
 
 
@@ -109,7 +110,7 @@ def heterospec(
         job = make_job(records, answers.model, _speculative(spec), engine, batch_size)
         sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": answers.max_tokens}
         sampling |= {"seed": answers.seed} if temperature > 0 else {}
-        job |= {"module": MODULE, "sampling": sampling, "command": _command(answers, spec, sampling)}
+        job |= {"sampling": sampling, "command": _command(answers, spec, sampling)}
         job |= {"seed": answers.seed, "max_prompt_tokens": answers.max_prompt_tokens}
         _collect(job, interleaved(answers.prompts, answers.limit), answers.shard_prompts, engines)
     calibration, rounds = _fit(records, alpha)
@@ -176,7 +177,8 @@ def _collect(job: dict[str, Any], prompts: list["Prompt"], shard_prompts: int, e
     facts = {name: job[name] for name in ("seed", "command")}
     facts["speculative_config"] = job["engine"]["speculative_config"]
     claim(Path(job["out"]), {**describe(job, prompts, shard_prompts), **facts}, INDEX_FILE, "the folder")
-    run_missing(job, make_shards(prompts, shard_prompts), engines)
+    shards, max_tokens = make_shards(prompts, shard_prompts), job["sampling"]["max_tokens"]
+    run_missing(ROUNDS, job, shards, max_tokens, engines)
 
 
 def _fit(records: Path, alpha: int | None) -> tuple["Calibration", "Rounds"]:

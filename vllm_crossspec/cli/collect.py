@@ -2,34 +2,24 @@
 
 import hashlib
 import json
-import tempfile
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import TaskProgressColumn
 from typer import Option
 
-from vllm_crossspec.cli import options, processes
+from vllm_crossspec.cli import options
 from vllm_crossspec.cli.bench import read_configs
 from vllm_crossspec.cli.demo import POCKET, WHIFLASH_DRAFTERS, located
 from vllm_crossspec.cli.learned import learned_prompts
-from vllm_crossspec.cli.processes import EngineError
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.runner import Prompt, by_category
-from vllm_crossspec.cli.stages import bars
-from vllm_crossspec.files import replacing
+from vllm_crossspec.cli.sharded import Work, run_missing
 from vllm_crossspec.shards import shard_path
 
-COLLECT_MODULE = "vllm_crossspec.engine.jobs.collect"
-TENSORS = "content"
-"""Key of a shard's bytes in the events of an engine on another machine."""
-
-Event = dict[str, Any]
+COLLECT = Work("collect", "vllm_crossspec.engine.jobs.collect", "records")
 
 
 @options.grouped
@@ -87,11 +77,12 @@ def collect(
         typer.echo(
             "collect: whether the drafters learned from these prompts is not checked; see --learned-from", err=True
         )
-    num_shards = run_missing(job, make_shards(chosen, answers.shard_prompts), engines)
+    shards = make_shards(chosen, answers.shard_prompts)
+    run_missing(COLLECT, job, shards, answers.max_tokens, engines)
     from vllm_crossspec.cli.router import show_oracles
 
     show_oracles(out, costs)
-    typer.echo(f"{num_shards} shards of records in {out}")
+    typer.echo(f"{len(shards)} shards of records in {out}")
 
 
 def drafters_of(spec: Path | None) -> dict[str, Any]:
@@ -167,125 +158,16 @@ def interleaved(
 
 def make_shards(prompts: Sequence[Prompt], size: int) -> list[dict[str, Any]]:
     """The prompts in groups, each with the number of its first text: a prompt of several turns makes several texts."""
-    described, number = [], 0
+    described: list[dict[str, Any]] = []
+    number = 0
     for prompt in prompts:
         described.append(
             {"text": number, "category": prompt.category, "turns": list(prompt.turns), "where": prompt.where}
         )
         number += len(prompt.turns)
-    starts = range(0, len(described), size)
-    return [{"number": i, "prompts": described[start : start + size]} for i, start in enumerate(starts)]
-
-
-def run_missing(job: dict[str, Any], shards: list[dict[str, Any]], engines: int) -> int:
-    """Have the engines write the shards that are not there yet; the number of all."""
-    missing = [shard for shard in shards if not shard_path(Path(job["out"]), shard["number"]).is_file()]
-    if missing:
-        run_shards(job, missing, engines, len(shards))
-    return len(shards)
-
-
-def run_shards(job: dict[str, Any], shards: list[dict[str, Any]], engines: int, num_shards: int) -> None:
-    """Let the engines answer the missing shards, under one progress bar.
-
-    Args:
-        job: as ``engine.jobs.collect`` takes it, without its shards; ``module`` is another one that takes such jobs.
-        shards: that are missing, as :func:`make_shards` describes them.
-        engines: side by side; more than one run on Ray.
-        num_shards: all of them.
-    """
-    most = job["sampling"]["max_tokens"]
-    sizes = {shard["number"]: most * sum(len(p["turns"]) for p in shard["prompts"]) for shard in shards}
-    done = num_shards - len(shards)
-    with bars(TaskProgressColumn()) as progress:
-        task = progress.add_task("collect: starting the engine", total=sum(sizes.values()))
-        lock, finished, records = threading.Lock(), 0, 0
-
-        def listen(event: Event) -> None:
-            nonlocal done, finished, records
-            with lock:
-                if event["event"] == "progress":
-                    progress.advance(task, event["num_tokens"])
-                elif event["event"] == "shard":
-                    done, records = done + 1, records + event["num_records"]
-                    # Texts end before the limit where the model says so.
-                    finished += sizes[event["number"]]
-                    if engines == 1:
-                        progress.update(task, completed=finished)
-                if event["event"] in ("ready", "shard"):
-                    text = f"collect: shard {done} of {num_shards} done, {records} new records"
-                    progress.update(task, description=text)
-
-        if engines == 1:
-            for event in engine_events({**job, "shards": shards}):
-                listen(event)
-        else:
-            run_on_ray(job, shards, engines, listen)
-
-
-def engine_events(job: dict[str, Any]) -> Iterator[Event]:
-    """Run a job in a process of its own; its events.
-
-    Raises:
-        ValueError, EngineError: as :func:`processes.engine_events` does.
-    """
-    missing = {shard["number"] for shard in job["shards"]}
-    for event in processes.engine_events("collect", job, job.get("module", COLLECT_MODULE)):
-        if event["event"] == "shard":
-            missing.discard(event["number"])
-        yield event
-    if missing:
-        raise EngineError(f"collect: the engine's process ended without shard {min(missing)}")
-
-
-def run_on_ray(
-    job: dict[str, Any], shards: list[dict[str, Any]], engines: int, listen: Callable[[Event], None]
-) -> None:
-    """Share the shards among engines on the machines of a Ray cluster; shards come back and are written here.
-
-    Models must be found under the same names on all machines.
-
-    Raises:
-        ValueError: Ray is not installed.
-    """
-    try:
-        import ray
-    except ModuleNotFoundError:
-        raise ValueError("--engines above 1 needs Ray: run `pip install ray`, or leave it out") from None
-
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False)
-    num_gpus = (job["engine"]["tensor_parallel_size"] or 1) if ray.cluster_resources().get("GPU") else 0
-    remote = ray.remote(num_cpus=1, num_gpus=num_gpus, max_retries=0)(_remote_events)
-    parts = [part for i in range(engines) if (part := shards[i::engines])]
-
-    def follow(part: list[dict[str, Any]]) -> None:
-        for reference in remote.options(num_returns="streaming").remote({**job, "shards": part}):
-            event = ray.get(reference)
-            content = event.pop(TENSORS, None)
-            if content is not None:
-                path = shard_path(Path(job["out"]), event["number"])
-                with replacing(path) as partial:
-                    partial.write_bytes(content)
-            listen(event)
-
-    try:
-        with ThreadPoolExecutor(len(parts)) as pool:
-            for finished in [pool.submit(follow, part) for part in parts]:
-                finished.result()
-    except ray.exceptions.RayTaskError as problem:
-        if isinstance(problem.cause, ValueError | EngineError):
-            raise problem.cause from None
-        raise
-
-
-def _remote_events(job: dict[str, Any]) -> Iterator[Event]:
-    """On a machine of the cluster: as :func:`engine_events`, with the bytes of every finished shard."""
-
-    with tempfile.TemporaryDirectory(prefix="crossspec-shards-") as folder:
-        for event in engine_events({**job, "out": folder}):
-            if event["event"] == "shard":
-                path = shard_path(Path(folder), event["number"])
-                event[TENSORS] = path.read_bytes()
-                path.unlink()
-            yield event
+    shards = []
+    for i, start in enumerate(range(0, len(described), size)):
+        part = described[start : start + size]
+        texts = sum(len(prompt["turns"]) for prompt in part)
+        shards.append({"number": i, "file": shard_path(Path(), i).name, "num_texts": texts, "prompts": part})
+    return shards

@@ -23,6 +23,8 @@ DraftersFile = Annotated[
         "demo's pair."
     ),
 ]
+MemoryShare = Annotated[float | None, Option(min=0.05, max=1.0, help="vLLM's own.")]
+TensorParallel = Annotated[int | None, Option(min=1, help="vLLM's own.")]
 TableFile = Annotated[Path | None, Option("--json", help="Write the table as one JSON document.")]
 
 
@@ -36,8 +38,8 @@ class EngineOptions(NamedTuple):
         str, Option(help="Weights' type. Texts can be expected to equal plain's to the token in float32 only.")
     ] = "auto"
     max_model_len: Annotated[int | None, Option(min=2, help="Longest prompt and answer, in tokens.")] = None
-    gpu_memory_utilization: Annotated[float | None, Option(min=0.05, max=1.0, help="vLLM's own.")] = None
-    tensor_parallel_size: Annotated[int | None, Option(min=1, help="vLLM's own.")] = None
+    gpu_memory_utilization: MemoryShare = None
+    tensor_parallel_size: TensorParallel = None
     trust_remote_code: Annotated[bool, Option("--trust-remote-code", help="vLLM's own.")] = False
 
     def arguments(self, model: str, batch_size: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typer import Option
 
 from vllm_crossspec.cli import train_options as shared
 from vllm_crossspec.cli.compare import wide_console
-from vllm_crossspec.cli.options import grouped, name_list
+from vllm_crossspec.cli.options import MemoryShare, TensorParallel, grouped, name_list
 from vllm_crossspec.cli.router import CorrectOption, CostOptions, round_costs
 from vllm_crossspec.drafters.base import load, own_kinds
 
@@ -79,6 +79,9 @@ class GenerateRecipe(NamedTuple):
         float, Option(min=0.0, max=1.0, help="Share of the training prompts answered by sampling.")
     ] = 0.2
     temperature: Annotated[float, Option(min=0.01, help="Of the sampled responses.")] = 0.7
+    dtype: Annotated[
+        str, Option(help="Of the target, as it will be served. auto: its checkpoint's on a GPU, float32 on a CPU.")
+    ] = "auto"
     rows_per_batch: Annotated[int, Option("--batch", min=1, help="Prompts decoded together.")] = 64
     max_rows: Annotated[int, Option(min=0, help="At most so many training prompts; 0 takes all.")] = 0
     seed: shared.Seed = 0
@@ -92,11 +95,12 @@ def generate_command(
     target: shared.Target,
     out: shared.Out,
     recipe: GenerateRecipe,
-    workers: Annotated[int, Option(min=1, help="Processes that share the shards.")] = 1,
-    threads: Annotated[int, Option(min=0, help="CPU threads of each process; 0 leaves it to torch.")] = 0,
+    engines: Annotated[int, Option(min=1, help="Engines side by side; more than one run on Ray.")] = 1,
+    tensor_parallel_size: TensorParallel = None,
+    gpu_memory_utilization: MemoryShare = None,
     resume: shared.Resume = True,
 ) -> None:
-    """Let the target answer the prompts of `--data`, in shards of token ids.
+    """Let the target answer the prompts of `--data`, in shards of token ids, by vLLM.
 
     Greedy but for `--sampled-share`; the held-out prompts (`dev-*`) are all answered greedily. A run that was
     stopped goes on with the first shard that is missing.
@@ -106,9 +110,21 @@ def generate_command(
     if out.resolve() == data.resolve():
         raise ValueError(f"--out {out} is --data too; give the responses a folder of their own")
     shared.begin(out, 0, resume)
-    from vllm_crossspec.training.generate import GenerateConfig, generate
+    from vllm_crossspec.cli.responses import generate
+    from vllm_crossspec.devices import choose_device
+    from vllm_crossspec.training.generate import GenerateConfig
 
-    tokens = generate(data, target, out, GenerateConfig(**recipe._asdict()), workers=workers, threads=threads)
+    if recipe.dtype == "auto" and choose_device("auto").type == "cpu":
+        recipe = recipe._replace(dtype="float32")
+    tokens = generate(
+        data,
+        target,
+        out,
+        GenerateConfig(**recipe._asdict()),
+        engines=engines,
+        tensor_parallel_size=tensor_parallel_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+    )
     sys.stdout.write(f"{tokens} new response tokens in {out}\n")
 
 

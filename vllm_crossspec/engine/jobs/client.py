@@ -1,7 +1,7 @@
 """A client of one engine: conversations whose turns are its requests, so many at a time, and when each output came."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 
@@ -153,3 +153,23 @@ def _extend(generation: Generation, timing: Timing, output: Any) -> tuple[Genera
     if delta.token_ids:
         timing = Timing(measured.first_token_latency, [*timing.times, measured.last_token_ts])
     return generation, timing
+
+
+def finished_outputs(engine: Any, emit: Callable[..., None]) -> Iterator[list[Any]]:
+    """Let vLLM's engine step until it has no request left.
+
+    Args:
+        engine: vLLM's LLMEngine; every request's outputs are cumulative, as they are by default.
+        emit: takes a ``progress`` event with the ``num_tokens`` of each step.
+
+    Yields:
+        The outputs that are finished by a step, after every one.
+    """
+    lengths: dict[str, int] = {}
+    while engine.has_unfinished_requests():
+        outputs = engine.step()
+        before = sum(lengths.values())
+        lengths |= {output.request_id: len(output.outputs[0].token_ids) for output in outputs}
+        if outputs:
+            emit("progress", num_tokens=sum(lengths.values()) - before)
+        yield [output for output in outputs if output.finished]

@@ -2,13 +2,13 @@
 
 Started as ``python -m vllm_crossspec.engine.jobs.collect JOB EVENTS``, as :mod:`vllm_crossspec.engine.jobs.offline`
 is. The job has ``engine`` (arguments of vLLM's LLM), ``sampling`` (of its SamplingParams), ``chat``, ``out`` (folder
-of the shards), ``max_prompt_tokens``, ``model`` (the target's name) and ``shards``: ``number`` and ``prompts`` of each,
-a prompt being ``text`` (number of its first turn's text), ``category``, ``turns`` and ``where``.
+of the shards), ``max_prompt_tokens``, ``model`` (the target's name) and ``shards``: ``number``, ``file`` (its name) and
+``prompts`` of each, a prompt being ``text`` (number of its first turn's text), ``category``, ``turns`` and ``where``.
 
 Events, by their ``event``:
     ready: the engine is up; with what runs.
     progress: ``num_tokens`` generated since the last one.
-    shard: ``number`` is on the disk, with ``num_texts`` answered and ``num_records``.
+    shard: ``number`` is on the disk, with ``num_texts`` answered and ``num_made`` records.
     error: ``message`` says in a sentence what the user can mend; the process ends with status 1.
 """
 
@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from vllm_crossspec.config import settings_of
-from vllm_crossspec.engine.jobs.client import Conversation
+from vllm_crossspec.engine.jobs.client import Conversation, finished_outputs
 from vllm_crossspec.engine.jobs.offline import Emit, environment, run_job, start_engine
-from vllm_crossspec.shards import shard_path
 from vllm_crossspec.training import records
 from vllm_crossspec.training.records import Answer, Facts
 
@@ -49,9 +48,8 @@ def collect(job: dict[str, Any], emit: Emit) -> None:
         recording = Recording(llm, job, emit, "crossspec_take_records")
         answers = recording.answer(shard["prompts"])
         tensors = records.assemble(recording.steps, answers, facts)
-        path = shard_path(Path(job["out"]), shard["number"])
-        records.write_shard(path, tensors, answers, facts)
-        emit("shard", number=shard["number"], num_texts=len(answers), num_records=len(tensors["entropy"]))
+        records.write_shard(Path(job["out"], shard["file"]), tensors, answers, facts)
+        emit("shard", number=shard["number"], num_texts=len(answers), num_made=len(tensors["entropy"]))
 
 
 class Recording:
@@ -96,27 +94,18 @@ class Recording:
         """Answer one turn of all conversations; sampled texts draw by their number, whatever batch they are in."""
         from vllm import SamplingParams
 
-        engine, num_steps = self.llm.llm_engine, 0
-        lengths: dict[str, int] = {}
+        engine = self.llm.llm_engine
         for number, (_, token_ids, _) in batch.items():
             seed = None if self.sampling.get("seed") is None else self.sampling["seed"] + number
             params = SamplingParams(**{**self.sampling, "seed": seed})
             engine.add_request(str(number), {"prompt_token_ids": token_ids}, params)
-        while engine.has_unfinished_requests():
-            outputs = engine.step()
-            num_steps += 1
-            before = sum(lengths.values())
+        for step, outputs in enumerate(finished_outputs(engine, self.emit), start=1):
             for output in outputs:
-                lengths[output.request_id] = len(output.outputs[0].token_ids)
-                if not output.finished:
-                    continue
                 number, made = int(output.request_id), output.outputs[0]
                 category, token_ids, conversation = batch[number]
                 answers[number] = Answer(category, len(token_ids), list(made.token_ids), made.finish_reason or "")
                 conversation.add_answer(made.text)
-            if outputs:
-                self.emit("progress", num_tokens=sum(lengths.values()) - before)
-            if num_steps % STEPS_PER_TRANSFER == 0:
+            if step % STEPS_PER_TRANSFER == 0:
                 self._take()
         self._take()
 

@@ -16,7 +16,6 @@ from vllm_crossspec.config import CrossSpecConfig, settings_of
 from vllm_crossspec.drafters.identity import identify
 from vllm_crossspec.engine.jobs.collect import Recording
 from vllm_crossspec.engine.jobs.offline import Emit, environment, run_job, start_engine
-from vllm_crossspec.shards import shard_path
 
 
 def collect_rounds(job: dict[str, Any], emit: Emit) -> None:
@@ -32,8 +31,8 @@ def collect_rounds(job: dict[str, Any], emit: Emit) -> None:
         answers = recording.answer(shard["prompts"])
         texts = {number: rounds.TextFacts(a.category, len(a.token_ids)) for number, a in answers.items()}
         tensors = rounds.assemble(recording.steps, texts, settings.max_depth)
-        rounds.write_shard(shard_path(Path(job["out"]), shard["number"]), tensors, texts, facts)
-        emit("shard", number=shard["number"], num_texts=len(answers), num_records=len(tensors["phi"]))
+        rounds.write_shard(Path(job["out"], shard["file"]), tensors, texts, facts)
+        emit("shard", number=shard["number"], num_texts=len(answers), num_made=len(tensors["phi"]))
 
 
 def _facts(llm: Any, settings: CrossSpecConfig) -> rounds.RoundsFacts:
