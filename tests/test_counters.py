@@ -1,5 +1,8 @@
 """The acceptance counters: the kernel against its naive twin, and what must not be counted."""
 
+import multiprocessing
+import os
+
 import pytest
 import torch
 
@@ -115,3 +118,23 @@ def test_backlogs_are_a_histogram_as_prometheus_knows_it():
             assert sample("_bucket", le=label) == repetition * sum(tokens <= edge for tokens in missed), edge
         assert sample("_count") == repetition * len(missed)
         assert sample("_sum") == repetition * sum(missed)
+
+
+def _folder_of_metrics(paths):
+    from vllm_crossspec.metrics.export import FOLDER_VARIABLE, prepare_frontend
+
+    prepare_frontend()
+    path = os.environ[FOLDER_VARIABLE].partition(":")[2]
+    paths.put((path, os.path.isdir(path)))
+
+
+def test_a_forked_engine_leaves_no_folder_behind(monkeypatch):
+    """Engines on a CPU are forks of a server, and end as multiprocessing ends them."""
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    context = multiprocessing.get_context("forkserver")
+    paths = context.SimpleQueue()
+    process = context.Process(target=_folder_of_metrics, args=(paths,))
+    process.start()
+    path, was_there = paths.get()
+    process.join()
+    assert was_there and not os.path.isdir(path)

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import weakref
 from collections.abc import Mapping
+from multiprocessing.util import Finalize
 from typing import Any
 
 import torch
@@ -39,6 +40,8 @@ def prepare_frontend() -> None:
     from prometheus_client.multiprocess import MultiProcessCollector
 
     _folder = tempfile.TemporaryDirectory(prefix="crossspec-metrics-")
+    # A process that multiprocessing forked never comes to Python's own last steps, but to these.
+    Finalize(None, _folder.cleanup, exitpriority=0)
     os.environ[FOLDER_VARIABLE] = f"{os.getpid()}:{_folder.name}"
     MultiProcessCollector(REGISTRY, path=_folder.name)  # type: ignore[no-untyped-call]
 
