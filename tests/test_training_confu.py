@@ -271,13 +271,13 @@ def by_hand(target, model, batch, config, seed):
 def test_the_loss_is_equation_3(target, changes):
     config = replace(CONFU, **({"no_future": 0.3, "future_loss": 0.0} | changes))
     model, batch = make_drafter(target, config), collate(random_rows(10, seed=8))
-    loss, shares = confu_loss(model, target, batch, config, torch.Generator().manual_seed(4))
-    expected, count = by_hand(target, model, batch, config, seed=4)
+    loss, shares = confu_loss(model, target, batch, config, torch.Generator().manual_seed(0))
+    expected, count = by_hand(target, model, batch, config, seed=0)
     assert count > 20
-    assert loss.item() == pytest.approx(expected, rel=1e-4)
+    assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert 0 <= shares["hit_1"] <= 1 and f"hit_{config.num_steps}" in shares
     for other in ({"replicas": 1}, {"no_future": 0.6}):  # the same draws, read otherwise
-        loss, _ = confu_loss(model, target, batch, replace(config, **other), torch.Generator().manual_seed(4))
+        loss, _ = confu_loss(model, target, batch, replace(config, **other), torch.Generator().manual_seed(0))
         assert loss.item() != pytest.approx(expected, rel=1e-3)
 
 
