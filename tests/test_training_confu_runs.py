@@ -14,7 +14,7 @@ import engines
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_training import CONFU, DEPTH, EAGLE3, HIDDEN, LOOP, VOCAB, write_eagle3
+from tiny_training import CONFU, DEPTH, EAGLE3, HEAD_DIM, HIDDEN, KV_HEADS, LOOP, VOCAB, write_eagle3
 from transformers import Qwen3Config, Qwen3ForCausalLM
 from typer.testing import CliRunner
 
@@ -100,7 +100,7 @@ def test_the_checkpoint_is_the_format_that_is_read(tmp_path, config, responses, 
     assert facts.default_draft_tokens == CONFU.num_steps and facts.draft_vocab_size == 96
     assert facts.target_layers == (2, 4, 5)
     settings = read_config(str(folder), "key")
-    assert read_shape(settings, "key") == ConfuShape(CONFU.num_soft_prompts, 4, 2, DEPTH, 1, 16)
+    assert read_shape(settings, "key") == ConfuShape(CONFU.num_soft_prompts, 4, 2, DEPTH, KV_HEADS, HEAD_DIM)
     check_target(settings, "key", str(target_folder))
     torch.manual_seed(1)
     target = json.loads((target_folder / "config.json").read_text())
@@ -256,7 +256,7 @@ def copy_of(start, folder, tensors=None, **changes):
         ({}, {"hidden_size": 64}, "reads states of width 64"),
         ({}, {"vocab_size": 300}, "a vocabulary of 300 tokens, but"),
         ({}, {"num_attention_heads": 1}, "has num_attention_heads 1, but the target has 2"),
-        ({}, {"head_dim": 8}, "has head_dim 8, but the target has 16"),
+        ({}, {"head_dim": 8}, f"has head_dim 8, but the target has {HEAD_DIM}"),
         ({}, {"rope_theta": 5e5}, "has rope_theta 500000.0, but the target has 10000"),
         ({}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, r"reads target layers \[1, 2, 3\], not \[2, 4, 5\]"),
         ({"fc.weight": None}, {}, "fc.weight is missing in model.safetensors"),
