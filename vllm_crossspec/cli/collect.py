@@ -39,7 +39,7 @@ def collect(
     top_p: Annotated[float, Option(min=0.0, max=1.0, help="Of sampled answers.")] = 1.0,
     top_k: Annotated[int, Option(help="Of sampled answers; 0 is all tokens.")] = 0,
     batch_size: options.EngineBatch = 32,
-    engines: Annotated[int, Option(min=1, help="Engines side by side; more than one run on Ray.")] = 1,
+    engines: options.Engines = 1,
     costs: Annotated[
         Path | None,
         Option(help="What `crossspec costs` measured: the table at the end then tells tokens a second, too."),

@@ -23,6 +23,7 @@ DraftersFile = Annotated[
         "demo's pair."
     ),
 ]
+Engines = Annotated[int, Option(min=1, help="Engines side by side; more than one run on Ray.")]
 MemoryShare = Annotated[float | None, Option(min=0.05, max=1.0, help="vLLM's own.")]
 TensorParallel = Annotated[int | None, Option(min=1, help="vLLM's own.")]
 TableFile = Annotated[Path | None, Option("--json", help="Write the table as one JSON document.")]

@@ -11,7 +11,7 @@ from typer import Option
 
 from vllm_crossspec.cli import train_options as shared
 from vllm_crossspec.cli.compare import wide_console
-from vllm_crossspec.cli.options import MemoryShare, TensorParallel, grouped, name_list
+from vllm_crossspec.cli.options import Engines, MemoryShare, TensorParallel, grouped, name_list
 from vllm_crossspec.cli.router import CorrectOption, CostOptions, round_costs
 from vllm_crossspec.drafters.base import load, own_kinds
 
@@ -95,7 +95,7 @@ def generate_command(
     target: shared.Target,
     out: shared.Out,
     recipe: GenerateRecipe,
-    engines: Annotated[int, Option(min=1, help="Engines side by side; more than one run on Ray.")] = 1,
+    engines: Engines = 1,
     tensor_parallel_size: TensorParallel = None,
     gpu_memory_utilization: MemoryShare = None,
     resume: shared.Resume = True,
