@@ -162,13 +162,14 @@ def shard_of(folder: Path, number: int, answers: dict[int, Answer], facts: Facts
 def test_what_is_no_folder_of_records_is_refused_in_a_sentence(tmp_path, answers):
     with pytest.raises(ValueError, match=r"--records .* holds no records.json; give a folder that"):
         records.read_records(tmp_path)
+    records.claim(tmp_path, {"model": "b"})  # of a collection that never began: its engine refused the drafters, say
+    with pytest.raises(ValueError, match="holds no finished shard yet"):
+        records.read_records(tmp_path)
     records.claim(tmp_path, {"model": "a", "sampling": {"temperature": 0.0}})
+    first = shard_of(tmp_path, 0, answers)
     records.claim(tmp_path, {"model": "a", "sampling": {"temperature": 0.0}})
     with pytest.raises(ValueError, match=r"another sampling \(.*0.0.*, here .*0.5.*\); give another folder"):
         records.claim(tmp_path, {"model": "a", "sampling": {"temperature": 0.5}})
-    with pytest.raises(ValueError, match="holds no finished shard yet"):
-        records.read_records(tmp_path)
-    first = shard_of(tmp_path, 0, answers)
     other = shard_of(tmp_path, 1, answers, FACTS._replace(depths=(4, 2)))
     with pytest.raises(ValueError, match="of different models or trees"):
         records.read_records(tmp_path)
@@ -493,6 +494,7 @@ def test_collect_refuses_what_cannot_be_recorded(tmp_path, capsys, monkeypatch):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a"}\n')
     records.claim(tmp_path / "other", {"model": "another"})
+    (tmp_path / "other" / "shard-00000.safetensors").touch()
     for options, sentence in (
         (["--spec", str(single)], "at least two drafters"),
         (["--spec", str(tmp_path / "none.json")], "No such file"),

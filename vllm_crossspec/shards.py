@@ -43,6 +43,11 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.safetensors"
 
 
+def shard_paths(folder: Path) -> list[Path]:
+    """Files of the finished shards of ``folder``, in order."""
+    return sorted(folder.glob("shard-*.safetensors"))
+
+
 def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], facts: Any, texts: Sequence[Any]) -> None:
     """Write a shard whole or not at all; ``facts`` and ``texts`` become JSON."""
     metadata = {"format_version": str(FORMAT_VERSION), "facts": json.dumps(facts), "texts": json.dumps(texts)}
@@ -67,7 +72,7 @@ def read_shards(
     folder, found = index.parent, []
     if not index.is_file():
         raise ValueError(f"{key} {folder} holds no {index.name}; give a folder that `crossspec {command}` wrote")
-    for path in sorted(folder.glob("shard-*.safetensors")):
+    for path in shard_paths(folder):
         try:
             with safe_open(path, "pt") as file:
                 metadata, tensors = file.metadata() or {}, {name: file.get_tensor(name) for name in names}

@@ -10,6 +10,7 @@ import triton.language as tl
 
 from vllm_crossspec.ngram.lookup import FLOOR, check_backoff
 from vllm_crossspec.ngram.store import NgramStore
+from vllm_crossspec.twins import next_power_of_2
 
 
 @triton.jit
@@ -138,11 +139,11 @@ def look_up_level(
     num_requests, num_beams, num_candidates = candidates.shape
     longest, header = store.order - 1, store.header
     assert contexts.is_contiguous() and log_probs.is_contiguous() and contexts.shape[2] >= longest
-    rows, block = num_requests * num_beams, min(64, triton.next_power_of_2(max(1, num_candidates)))
+    rows, block = num_requests * num_beams, min(64, next_power_of_2(max(1, num_candidates)))
     if not rows or not num_candidates:
         return
     last = contexts.view(rows, -1)[:, contexts.shape[2] - longest :]
-    _look_up_kernel[(rows, triton.cdiv(num_candidates, block))](
+    _look_up_kernel[(rows, -(-num_candidates // block))](
         last,
         last.stride(0),
         candidates,
@@ -162,7 +163,7 @@ def look_up_level(
         floor,
         math.log(backoff) if backoff is not None else 0.0,
         LONGEST=longest,
-        LENGTHS=triton.next_power_of_2(longest),
+        LENGTHS=next_power_of_2(longest),
         NONE=header.none_code,
         IS_BACKOFF=backoff is not None,
         HAS_MATCHED=matched is not None,

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from vllm_crossspec.files import write_json
-from vllm_crossspec.shards import FORMAT_VERSION, Steps, joined_steps, read_shards
+from vllm_crossspec.shards import FORMAT_VERSION, Steps, joined_steps, read_shards, shard_paths
 from vllm_crossspec.shards import write_shard as write_file
 
 INDEX_FILE = "records.json"
@@ -244,6 +244,8 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], answers: Mappin
 def claim(folder: Path, settings: Mapping[str, Any], index_file: str = INDEX_FILE, option: str = "--out") -> None:
     """Make ``folder`` the place of this collection, or find that it is already.
 
+    A folder without a finished shard is made this one's, whoever had begun there: nothing is lost by it.
+
     Args:
         folder: made where it is not there.
         settings: what decides what is collected.
@@ -255,7 +257,7 @@ def claim(folder: Path, settings: Mapping[str, Any], index_file: str = INDEX_FIL
     """
     index = folder / index_file
     content = {"format_version": FORMAT_VERSION, **json.loads(json.dumps(settings))}
-    if not index.is_file():
+    if not index.is_file() or not shard_paths(folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_json(index, content, indent=1)
         return

@@ -5,8 +5,8 @@ of the tree adds to a path's score the drafter's ln p and the n-gram model's ln 
 the best nodes of a level are expanded further, and the best of all levels are the tree.
 
 Shape legend: R requests, S most requests, K positions (levels), D most levels, C candidates of a position, B beam
-width, L context tokens of a lookup (the store's order - 1), M candidates in all: C of level 0 and B * C of every
-further one, N draft nodes.
+width, L context tokens of a lookup (the store's order - 1), N draft nodes. Of every level the best N candidates are
+kept, for no other can be among the best N of all: D * N places, the level's r-th best at level * N + r.
 
 Launches, whatever the batch: 1 to weigh the drafter's log-probabilities; for each level 1 to extend the beam, and,
 with n-grams, 1 to look them up before it but at level 0; 2 to finish. Of 8 levels: 18, and 11 without n-grams.
@@ -22,8 +22,8 @@ import triton.language as tl
 from vllm_crossspec.ngram.kernels import look_up_level
 from vllm_crossspec.ngram.lookup import EPSILON, check_backoff
 from vllm_crossspec.ngram.store import NgramStore
-from vllm_crossspec.tree.dynamic import MAX_NODES, Pool, keep_best
-from vllm_crossspec.twins import runs_kernels
+from vllm_crossspec.tree.dynamic import MAX_NODES, Pool, keep_best, ranking_blocks
+from vllm_crossspec.twins import next_power_of_2
 from vllm_crossspec.types import TokenTree
 
 _EPSILON = tl.constexpr(EPSILON)
@@ -113,11 +113,12 @@ def _extend_kernel(
     contexts_stride_r,
     contexts_stride_b,
     stop_tokens_ptr,  # int64 [NUM_STOPS]
-    candidate_scores_ptr,  # float32 [S, M]
-    candidate_tokens_ptr,  # int64 [S, M]
-    candidates_stride,
+    kept_scores_ptr,  # float32 [S, D * N]
+    kept_tokens_ptr,  # int64 [S, D * N]
+    kept_parents_ptr,  # int32 [S, D * N], place of each one's parent; -1 for the root's children
+    kept_stride,
     beam_scores_ptr,  # float32 [D, S, B]
-    beam_candidates_ptr,  # int32 [D, S, B], each beam node's own candidate
+    beam_places_ptr,  # int32 [D, S, B], of the beam's nodes
     beam_stride,  # S * B
     beam_contexts_ptr,  # int32 [D, S, B, L]
     level,  # from 0
@@ -127,10 +128,12 @@ def _extend_kernel(
     HAS_NGRAM: tl.constexpr,
     NUM_STOPS: tl.constexpr,
     NUM_CANDIDATES: tl.constexpr,  # C
+    NUM_NODES: tl.constexpr,  # N
     BEAM_WIDTH: tl.constexpr,  # B
     LONGEST: tl.constexpr,  # L; 0 without n-grams
     BLOCK_I: tl.constexpr,
     BLOCK_J: tl.constexpr,
+    BLOCK_N: tl.constexpr,
     BLOCK_B: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -139,11 +142,7 @@ def _extend_kernel(
     weighted_ptr += row * weighted_stride + level * NUM_CANDIDATES
     ngram_ptr += row * BEAM_WIDTH * NUM_CANDIDATES
     tokens_ptr += row * tokens_stride_r + level.to(tl.int64) * tokens_stride_k
-    start = level * 0
-    num_children = NUM_CANDIDATES
-    if not IS_FIRST:
-        start = NUM_CANDIDATES + (level - 1) * (BEAM_WIDTH * NUM_CANDIDATES)
-        num_children = BEAM_WIDTH * NUM_CANDIDATES
+    num_children = NUM_CANDIDATES if IS_FIRST else BEAM_WIDTH * NUM_CANDIDATES
 
     i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     is_mine = i < num_children
@@ -151,53 +150,71 @@ def _extend_kernel(
     score = tl.load(weighted_ptr + i % NUM_CANDIDATES, mask=is_mine, other=float("-inf"))
     if HAS_NGRAM:
         score += tl.minimum(ngram_weight * tl.load(ngram_ptr + i, mask=is_mine, other=0.0), 0.0)
+    parent = tl.full([BLOCK_I], -1, tl.int32)
     if not IS_FIRST:
         score += tl.load(beam_scores_ptr + before + i // NUM_CANDIDATES, mask=is_mine, other=float("-inf"))
-    target = row * candidates_stride + start + i
-    tl.store(candidate_scores_ptr + target, score, mask=is_mine)
-    tl.store(candidate_tokens_ptr + target, token, mask=is_mine)
+        parent = tl.load(beam_places_ptr + before + i // NUM_CANDIDATES, mask=is_mine, other=0)
+    is_open = score > float("-inf")
+    for stop in tl.static_range(NUM_STOPS):
+        is_open = is_open & (token != tl.load(stop_tokens_ptr + stop))
+
+    # Places among all of the level, and among those that may go on: after a stop token nothing comes.
+    rank = tl.zeros([BLOCK_I], tl.int32)
+    open_rank = tl.zeros([BLOCK_I], tl.int32)
+    num_live = tl.zeros([BLOCK_J], tl.int32)
+    num_open = tl.zeros([BLOCK_J], tl.int32)
+    for first in range(0, num_children, BLOCK_J):
+        j = first + tl.arange(0, BLOCK_J)
+        is_other = j < num_children
+        # The very sums from above: a candidate must have one place, whoever looks at it.
+        other = tl.load(weighted_ptr + j % NUM_CANDIDATES, mask=is_other, other=float("-inf"))
+        if HAS_NGRAM:
+            other += tl.minimum(ngram_weight * tl.load(ngram_ptr + j, mask=is_other, other=0.0), 0.0)
+        if not IS_FIRST:
+            other += tl.load(beam_scores_ptr + before + j // NUM_CANDIDATES, mask=is_other, other=float("-inf"))
+        is_live = other > float("-inf")
+        is_tie = (other[None, :] == score[:, None]) & (j[None, :] < i[:, None])
+        is_ahead = (other[None, :] > score[:, None]) | is_tie
+        rank += tl.sum(is_ahead.to(tl.int32), axis=1)
+        num_live += is_live.to(tl.int32)
+        if NUM_STOPS > 0:
+            other_token = tl.load(tokens_ptr + j % NUM_CANDIDATES, mask=is_other, other=0)
+            for stop in tl.static_range(NUM_STOPS):
+                is_live = is_live & (other_token != tl.load(stop_tokens_ptr + stop))
+            open_rank += tl.sum((is_ahead & is_live[None, :]).to(tl.int32), axis=1)
+            num_open += is_live.to(tl.int32)
+    if NUM_STOPS == 0:
+        open_rank = rank
+        num_open = num_live
+
+    is_kept = (score > float("-inf")) & (rank < NUM_NODES)
+    kept = row * kept_stride + level * NUM_NODES
+    tl.store(kept_scores_ptr + kept + rank, score, mask=is_kept)
+    tl.store(kept_tokens_ptr + kept + rank, token, mask=is_kept)
+    tl.store(kept_parents_ptr + kept + rank, parent, mask=is_kept)
+    if tl.program_id(1) == 0:
+        free = tl.arange(0, BLOCK_N)
+        is_free = (free >= tl.sum(num_live, axis=0)) & (free < NUM_NODES)
+        tl.store(kept_scores_ptr + kept + free, tl.full([BLOCK_N], float("-inf"), tl.float32), mask=is_free)
 
     if not IS_LAST:
-        # After a stop token nothing comes: such a candidate has no place in the beam.
-        open_score = score
-        for stop in tl.static_range(NUM_STOPS):
-            open_score = tl.where(token == tl.load(stop_tokens_ptr + stop), float("-inf"), open_score)
-        rank = tl.zeros([BLOCK_I], tl.int32)
-        num_open = tl.zeros([BLOCK_J], tl.int32)
-        for first in range(0, num_children, BLOCK_J):
-            j = first + tl.arange(0, BLOCK_J)
-            is_other = j < num_children
-            # The very sums from above: a candidate must have one place, whoever looks at it.
-            other = tl.load(weighted_ptr + j % NUM_CANDIDATES, mask=is_other, other=float("-inf"))
-            if HAS_NGRAM:
-                other += tl.minimum(ngram_weight * tl.load(ngram_ptr + j, mask=is_other, other=0.0), 0.0)
-            if not IS_FIRST:
-                other += tl.load(beam_scores_ptr + before + j // NUM_CANDIDATES, mask=is_other, other=float("-inf"))
-            if NUM_STOPS > 0:
-                other_token = tl.load(tokens_ptr + j % NUM_CANDIDATES, mask=is_other, other=0)
-                for stop in tl.static_range(NUM_STOPS):
-                    other = tl.where(other_token == tl.load(stop_tokens_ptr + stop), float("-inf"), other)
-            is_tie = (other[None, :] == open_score[:, None]) & (j[None, :] < i[:, None])
-            is_ahead = (other[None, :] > open_score[:, None]) | is_tie
-            rank += tl.sum(is_ahead.to(tl.int32), axis=1)
-            num_open += (other > float("-inf")).to(tl.int32)
-
-        enters = (open_score > float("-inf")) & (rank < BEAM_WIDTH)
-        slot = now + rank
-        tl.store(beam_scores_ptr + slot, open_score, mask=enters)
-        tl.store(beam_candidates_ptr + slot, start + i, mask=enters)
+        enters = is_open & (open_rank < BEAM_WIDTH)
+        slot = now + open_rank
+        tl.store(beam_scores_ptr + slot, score, mask=enters)
+        # One without a place, behind N others, has no child among the best N either.
+        tl.store(beam_places_ptr + slot, level * NUM_NODES + tl.minimum(rank, NUM_NODES - 1), mask=enters)
         if LONGEST > 0:
             context = contexts_ptr + row * contexts_stride_r + (i // NUM_CANDIDATES).to(tl.int64) * contexts_stride_b
             for place in tl.static_range(1, LONGEST):
-                kept = tl.load(context + place, mask=enters, other=-1).to(tl.int32)
-                tl.store(beam_contexts_ptr + slot * LONGEST + place - 1, kept, mask=enters)
+                seen = tl.load(context + place, mask=enters, other=-1).to(tl.int32)
+                tl.store(beam_contexts_ptr + slot * LONGEST + place - 1, seen, mask=enters)
             tl.store(beam_contexts_ptr + slot * LONGEST + LONGEST - 1, token.to(tl.int32), mask=enters)
         if tl.program_id(1) == 0:
             # Places that nobody takes are dead, and so is all that comes from them.
             empty = tl.arange(0, BLOCK_B)
             is_empty = (empty >= tl.sum(num_open, axis=0)) & (empty < BEAM_WIDTH)
             tl.store(beam_scores_ptr + now + empty, tl.full([BLOCK_B], float("-inf"), tl.float32), mask=is_empty)
-            tl.store(beam_candidates_ptr + now + empty, tl.zeros([BLOCK_B], tl.int32), mask=is_empty)
+            tl.store(beam_places_ptr + now + empty, tl.zeros([BLOCK_B], tl.int32), mask=is_empty)
             nothing = tl.full([BLOCK_B], -1, tl.int32)
             for place in tl.static_range(LONGEST):
                 tl.store(beam_contexts_ptr + (now + empty) * LONGEST + place, nothing, mask=is_empty)
@@ -213,14 +230,15 @@ class ContinuityTree:
     The authors' program lets paths that end in a stop token into the beam behind all others; here they never enter it.
     That differs only where the beam is wider than there are other paths: theirs then drafts tokens after a stop token.
 
-    Memory of a request: 16 bytes a candidate, 8 + 4 L a beam node, 4 a lookup and 4 a draft node: 62 KB with the
+    Memory of a request: 20 bytes a kept candidate, 8 + 4 L a beam node, 4 a lookup and 4 a draft node: 16 KB with the
     paper's sizes (8 levels, 25 candidates, beam 20, 60 nodes, order 3).
 
     Args:
         num_nodes: N, most nodes of a tree, at most 255.
         depth: D.
         top_k: most candidates of a position.
-        beam_width: B, nodes of a level that are expanded.
+        beam_width: nodes of a level that are expanded; B is this or N, for what comes after N others of its level
+            leads to none of the best N.
         max_num_reqs: S.
         device: of the drafter.
         scoring: the weights.
@@ -250,7 +268,7 @@ class ContinuityTree:
         # Otherwise a child could beat its parent.
         assert scoring.ngram_weight >= 0 and scoring.logit_decay >= 0
         check_backoff(backoff)
-        self.num_nodes, self.depth, self.top_k, self.beam_width = num_nodes, depth, top_k, beam_width
+        self.num_nodes, self.depth, self.top_k, self.beam_width = num_nodes, depth, top_k, min(beam_width, num_nodes)
         self.max_num_reqs, self.scoring, self.backoff, self.num_stops = max_num_reqs, scoring, backoff, len(stop_tokens)
         self.store = store if scoring.ngram_weight else None
         weights = [scoring.logit_weight(level) for level in range(depth)]
@@ -261,7 +279,7 @@ class ContinuityTree:
     def _make_buffers(self, max_num_reqs: int, device: torch.device) -> None:
         num_nodes, depth, top_k, beam_width = self.num_nodes, self.depth, self.top_k, self.beam_width
         longest = self.store.order - 1 if self.store is not None else 0
-        most = top_k + (depth - 1) * beam_width * top_k
+        most = depth * num_nodes
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -269,11 +287,12 @@ class ContinuityTree:
         self._weighted = zeros(max_num_reqs * depth * top_k, dtype=torch.float32)
         self._ngram = zeros(max_num_reqs * beam_width * top_k if longest else 1, dtype=torch.float32)
         self._beam_scores = zeros(depth, max_num_reqs, beam_width, dtype=torch.float32)
+        self._beam_places = zeros(depth, max_num_reqs, beam_width)
         self._beam_contexts = zeros(depth, max_num_reqs, beam_width, longest)
         self._pool = Pool(
             log_probs=zeros(max_num_reqs, most, dtype=torch.float32),
             tokens=zeros(max_num_reqs, most, dtype=torch.int64),
-            beam_candidates=zeros(depth, max_num_reqs, beam_width),
+            parents=zeros(max_num_reqs, most),
             ranks=zeros(max_num_reqs, most),
             order=zeros(max_num_reqs, num_nodes),
         )
@@ -306,8 +325,8 @@ class ContinuityTree:
             levels,
             num_candidates,
             RENORMALISES=self.scoring.renormalises,
-            BLOCK_K=triton.next_power_of_2(levels),
-            BLOCK_C=triton.next_power_of_2(num_candidates),
+            BLOCK_K=next_power_of_2(levels),
+            BLOCK_C=next_power_of_2(num_candidates),
         )
         before = self._first_contexts(contexts, num_reqs)
         for level in range(levels):
@@ -315,7 +334,7 @@ class ContinuityTree:
                 self._look_up(before, tokens[:, level : level + 1])
             self._extend(level, levels, tokens, before)
             before = self._beam_contexts[level, :num_reqs]
-        keep_best(self._pool, num_reqs, levels, num_candidates, out)
+        keep_best(self._pool, num_reqs, levels * self.num_nodes, out)
 
     def _first_contexts(self, contexts: torch.Tensor | None, num_reqs: int) -> torch.Tensor:
         """The root's [R, 1, L]."""
@@ -335,11 +354,9 @@ class ContinuityTree:
     def _extend(self, level: int, levels: int, tokens: torch.Tensor, contexts: torch.Tensor) -> None:
         num_reqs, _, num_candidates = tokens.shape
         num_children = num_candidates * (self.beam_width if level else 1)
-        block, others = 32, 128
-        if not runs_kernels():  # there the number of operations is what costs, not their size
-            block = others = min(1024, triton.next_power_of_2(num_children))
+        block, others = ranking_blocks(num_children, tokens.device)
         pool = self._pool
-        _extend_kernel[(num_reqs, triton.cdiv(num_children, block))](
+        _extend_kernel[(num_reqs, -(-num_children // block))](
             self._weighted,
             levels * num_candidates,
             self._ngram,
@@ -352,9 +369,10 @@ class ContinuityTree:
             self._stop_tokens,
             pool.log_probs,
             pool.tokens,
+            pool.parents,
             pool.log_probs.stride(0),
             self._beam_scores,
-            pool.beam_candidates,
+            self._beam_places,
             self._beam_scores.stride(0),
             self._beam_contexts,
             level,
@@ -364,10 +382,12 @@ class ContinuityTree:
             HAS_NGRAM=level > 0 and self.store is not None,
             NUM_STOPS=self.num_stops,
             NUM_CANDIDATES=num_candidates,
+            NUM_NODES=self.num_nodes,
             BEAM_WIDTH=self.beam_width,
             LONGEST=self._beam_contexts.shape[3],
             BLOCK_I=block,
             BLOCK_J=others,
-            BLOCK_B=triton.next_power_of_2(self.beam_width),
+            BLOCK_N=next_power_of_2(self.num_nodes),
+            BLOCK_B=next_power_of_2(self.beam_width),
             enable_fp_fusion=False,  # a fused sum would not be the twin's
         )

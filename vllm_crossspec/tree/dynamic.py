@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_crossspec.twins import runs_kernels
+from vllm_crossspec.twins import next_power_of_2, runs_kernels
 from vllm_crossspec.types import TokenTree
 
 MAX_NODES = 255
@@ -56,6 +56,7 @@ def _expand_kernel(
     tokens_stride_b,
     candidate_log_probs_ptr,  # float32 [S, C]
     candidate_tokens_ptr,  # int64 [S, C]
+    candidate_parents_ptr,  # int32 [S, C], candidate that each is a child of; -1 for the root's
     candidates_stride,
     beam_tokens_ptr,  # int64 [D, S, k]
     beam_parents_ptr,  # int32 [D, S, k]
@@ -95,10 +96,14 @@ def _expand_kernel(
         score = tl.where(level < tl.load(limits_ptr + row), score, float("-inf"))
     source = row * tokens_stride_r + beam * tokens_stride_b + c % TOP_K
     token = tl.load(tokens_ptr + source, mask=is_candidate, other=0)
+    above = tl.full([BLOCK_C], -1, tl.int32)
+    if not IS_FIRST:
+        above = tl.load(beam_candidates_ptr + before + beam, mask=is_candidate, other=0)
 
     target = row * candidates_stride + start + c
     tl.store(candidate_log_probs_ptr + target, score, mask=is_candidate)
     tl.store(candidate_tokens_ptr + target, token, mask=is_candidate)
+    tl.store(candidate_parents_ptr + target, above, mask=is_candidate)
 
     j = tl.arange(0, BLOCK_K)
     chosen = tl.zeros([BLOCK_K], tl.int32)
@@ -172,9 +177,8 @@ def _rank_kernel(
 def _gather_kernel(
     candidate_log_probs_ptr,  # float32 [S, C]
     candidate_tokens_ptr,  # int64 [S, C]
+    candidate_parents_ptr,  # int32 [S, C]
     candidates_stride,
-    beam_candidates_ptr,  # int32 [D, S, w]
-    beam_stride,  # S * w
     ranks_ptr,  # int32 [S, C]
     order_ptr,  # int32 [S, N]
     order_stride,
@@ -186,8 +190,6 @@ def _gather_kernel(
     log_probs_stride,
     sizes_ptr,  # int32 [R]
     width,
-    TOP_K: tl.constexpr,
-    BEAM_WIDTH: tl.constexpr,  # w
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -198,13 +200,8 @@ def _gather_kernel(
     token = tl.load(candidate_tokens_ptr + candidates + c, mask=is_node, other=0)
     log_prob = tl.load(candidate_log_probs_ptr + candidates + c, mask=is_node, other=float("-inf"))
 
-    # Candidate k + l * w * k + b * k + i is child i of beam node b of level l + 1.
-    has_parent = is_node & (c >= TOP_K)
-    deeper = tl.where(has_parent, c - TOP_K, 0)
-    level = (deeper // (BEAM_WIDTH * TOP_K)).to(tl.int64)
-    beam = (deeper // TOP_K) % BEAM_WIDTH
-    parent = tl.load(beam_candidates_ptr + level * beam_stride + row * BEAM_WIDTH + beam, mask=has_parent, other=0)
-    parent_row = tl.load(ranks_ptr + candidates + parent, mask=has_parent, other=-1) + 1
+    parent = tl.load(candidate_parents_ptr + candidates + c, mask=is_node, other=-1)
+    parent_row = tl.load(ranks_ptr + candidates + parent, mask=parent >= 0, other=-1) + 1
 
     inside = n < width
     tl.store(tokens_ptr + row * tokens_stride + n, token, mask=inside)
@@ -212,15 +209,20 @@ def _gather_kernel(
     tl.store(log_probs_ptr + row * log_probs_stride + n, log_prob, mask=inside)
 
 
-class Pool(NamedTuple):
-    """All candidates of a batch, what is known of them, and room to order them; persistent buffers.
+def ranking_blocks(count: int, device: torch.device) -> tuple[int, int]:
+    """How many of ``count`` candidates a program ranks, and beside how many at once."""
+    if not runs_kernels():  # there the number of operations is what costs, not their size
+        return (min(1024, next_power_of_2(count)),) * 2
+    return (64, 16) if device.type == "cpu" else (32, 128)
 
-    Candidates of a request: k of level 1, then w * k of every further level, child i of beam node b at b * k + i.
+
+class Pool(NamedTuple):
+    """The candidates of a batch, what is known of them, and room to order them; persistent buffers.
 
     Attributes:
         log_probs: float32 [S, C] of the path from the root; -inf for a dead candidate.
         tokens: int64 [S, C].
-        beam_candidates: int32 [D, S, w], each beam node's own candidate.
+        parents: int32 [S, C], the candidate that each is a child of, no worse and earlier than it; -1 for the root's.
         ranks: int32 [S, C].
         order: int32 [S, N].
         caps: int32 [S] most nodes of each request's tree; None where all may have N.
@@ -228,30 +230,26 @@ class Pool(NamedTuple):
 
     log_probs: torch.Tensor
     tokens: torch.Tensor
-    beam_candidates: torch.Tensor
+    parents: torch.Tensor
     ranks: torch.Tensor
     order: torch.Tensor
     caps: torch.Tensor | None = None
 
 
-def keep_best(pool: Pool, num_reqs: int, levels: int, top_k: int, out: TokenTree) -> None:
+def keep_best(pool: Pool, num_reqs: int, num_candidates: int, out: TokenTree) -> None:
     """The best N of all candidates as trees, in falling order, earlier ones first at ties; two launches.
 
     Args:
-        pool: no child in it is better than its parent.
+        pool: as it says; a candidate with N others before it may lack its parent.
         num_reqs: R, rows of ``pool`` that count.
-        levels: that it holds.
-        top_k: k.
+        num_candidates: of each row that count, the first ones. Time grows with their square.
         out: its first R rows are written over their whole width >= N; dead nodes get token 0, parent 0 and
             log-probability -inf.
     """
-    beam_width, num_nodes, width = pool.beam_candidates.shape[2], pool.order.shape[1], out.tokens.shape[1]
-    num_candidates = top_k + (levels - 1) * beam_width * top_k
-    block, others = 32, 128
-    if not runs_kernels():  # there the number of operations is what costs, not their size
-        block = others = min(1024, triton.next_power_of_2(num_candidates))
+    num_nodes, width = pool.order.shape[1], out.tokens.shape[1]
+    block, others = ranking_blocks(num_candidates, pool.log_probs.device)
     assert num_nodes <= width
-    _rank_kernel[(num_reqs, triton.cdiv(num_candidates, block))](
+    _rank_kernel[(num_reqs, -(-num_candidates // block))](
         pool.log_probs,
         pool.log_probs.stride(0),
         pool.ranks,
@@ -268,17 +266,14 @@ def keep_best(pool: Pool, num_reqs: int, levels: int, top_k: int, out: TokenTree
     _gather_kernel[(num_reqs,)](
         pool.log_probs,
         pool.tokens,
+        pool.parents,
         pool.log_probs.stride(0),
-        pool.beam_candidates,
-        pool.beam_candidates.stride(0),
         pool.ranks,
         pool.order,
         pool.order.stride(0),
         *out.arguments,
         width,
-        TOP_K=top_k,
-        BEAM_WIDTH=beam_width,
-        BLOCK=triton.next_power_of_2(width),
+        BLOCK=next_power_of_2(width),
     )
 
 
@@ -304,7 +299,7 @@ class DynamicTree:
     :meth:`finish`. At exact ties the earlier candidate wins everywhere: the shallower one, and within a level the one
     whose parent stands earlier in the beam. Of two nodes a parent so always comes before its child.
 
-    Memory of a request: 16 bytes a candidate, 20 + 4 W a beam node, 4 a draft node; 3.6 MB for 256 requests with the
+    Memory of a request: 20 bytes a candidate, 20 + 4 W a beam node, 4 a draft node; 3.6 MB for 256 requests with the
     defaults.
 
     Args:
@@ -334,6 +329,7 @@ class DynamicTree:
 
         self._log_probs = empty(max_num_reqs, num_candidates, dtype=torch.float32)
         self._tokens = empty(max_num_reqs, num_candidates, dtype=torch.int64)
+        self._parents = empty(max_num_reqs, num_candidates)
         self._ranks = empty(max_num_reqs, num_candidates)
         self._order = empty(max_num_reqs, num_nodes)
         self._beam_tokens = empty(depth, max_num_reqs, top_k, dtype=torch.int64)
@@ -344,9 +340,8 @@ class DynamicTree:
         self.limits = torch.full((max_num_reqs,), depth, dtype=torch.int32, device=device)
         self.caps = torch.full((max_num_reqs,), num_nodes, dtype=torch.int32, device=device)
         self._num_reqs, self._levels = 0, 0
-        # Worked out once: Triton's function for it takes as long as an operation on a small tensor.
-        self._block_c = [triton.next_power_of_2(top_k), triton.next_power_of_2(top_k * top_k)]
-        self._block_k, self._block_w = self._block_c[0], triton.next_power_of_2(self.mask_words)
+        self._block_c = [next_power_of_2(top_k), next_power_of_2(top_k * top_k)]
+        self._block_k, self._block_w = self._block_c[0], next_power_of_2(self.mask_words)
 
     def start(self, log_probs: torch.Tensor, tokens: torch.Tensor) -> Beam:
         """Take the root's children: level 1, and all of them the first beam.
@@ -398,8 +393,8 @@ class DynamicTree:
                 parent 0 and log-probability -inf. ``sizes`` is below the cap where there are fewer candidates.
         """
         assert self._levels
-        pool = Pool(self._log_probs, self._tokens, self._beam_candidates, self._ranks, self._order, self.caps)
-        keep_best(pool, self._num_reqs, self._levels, self.top_k, out)
+        pool = Pool(self._log_probs, self._tokens, self._parents, self._ranks, self._order, self.caps)
+        keep_best(pool, self._num_reqs, self.top_k + (self._levels - 1) * self.top_k**2, out)
         self._levels = 0
 
     def _take(self, level: int, log_probs: torch.Tensor, tokens: torch.Tensor) -> Beam:
@@ -415,6 +410,7 @@ class DynamicTree:
             tokens.stride(1),
             self._log_probs,
             self._tokens,
+            self._parents,
             self._log_probs.stride(0),
             self._beam_tokens,
             self._beam_parents,
