@@ -28,7 +28,7 @@ from vllm_crossspec.router import simulate
 from vllm_crossspec.router.costs import RoundCosts, read_costs
 from vllm_crossspec.router.simulate import Outcome, Value
 from vllm_crossspec.training.calibration import by_turns, goodput_rule, groups_of, trajectories
-from vllm_crossspec.training.records import Records, read_records
+from vllm_crossspec.training.records import Records, choose_drafters, read_records
 
 HALVES = {"all": slice(None), "even": slice(0, None, 2), "odd": slice(1, None, 2)}
 
@@ -86,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--records", type=Path, required=True, help="folder that `crossspec collect` wrote")
     add("--costs", type=Path, nargs="*", default=[], help="of `crossspec costs`; without, all rounds are as long")
+    add("--drafters", help="of the recorded ones, comma-separated; default: all")
     add("--batch-sizes", default="1,32", help="of the tables, comma-separated")
     add("--orders", type=int, default=8, help="random orders of the texts")
     add("--half", choices=tuple(HALVES), default="all", help="which of the texts")
@@ -93,6 +94,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     options.check_file("--json", given.json)
     records = read_records(given.records)
+    if given.drafters:
+        records = choose_drafters(records, given.drafters.split(","))
     groups = {category: texts[HALVES[given.half]] for category, texts in groups_of(records).items()}
     table = Table("costs", "batch", "chosen by", "mean", *groups)
     document = []

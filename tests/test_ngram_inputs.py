@@ -88,10 +88,12 @@ def test_an_input_named_twice_counts_double(tmp_path):
     torch.testing.assert_close(log_probs.exp(), torch.tensor([[2 / 3, 1 / 3]]), rtol=1e-3, atol=0)
 
 
-def test_a_folder_is_searched_for_compressed_files(tmp_path):
-    for name in ("a.jsonl", "b.jsonl.gz", "c.gz", "d.json"):
+def test_a_folder_is_searched_for_compressed_files_but_not_for_what_it_holds_out(tmp_path):
+    for name in ("a.jsonl", "b.jsonl.gz", "c.gz", "d.json", "dev-00000.jsonl.gz", "dev-chat.jsonl", "dev-log.txt"):
         (tmp_path / name).write_bytes(b"")
-    assert [path.name for path in find_files([tmp_path])] == ["a.jsonl", "b.jsonl.gz"]
+    assert [path.name for path in find_files([tmp_path])] == ["a.jsonl", "b.jsonl.gz", "dev-log.txt"]
+    held_out = tmp_path / "dev-00000.jsonl.gz"
+    assert find_files([held_out]) == [held_out]  # asked for by name
 
 
 def test_pieces_cut_files_anywhere(tmp_path):

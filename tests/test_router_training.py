@@ -351,6 +351,24 @@ def test_uncertain_records_and_held_out_texts_teach_nothing(tmp_path):
     assert not torch.equal(expected.gain_weight, found.gain_weight)
 
 
+def test_records_of_several_folders_are_learned_from_as_one(tmp_path):
+    parts = [made_up_records(tmp_path / str(seed), num_texts=12, seed=seed) for seed in range(2)]
+    data = records.read_all_records([tmp_path / "0", tmp_path / "1"])
+    assert len(data.texts) == 24 and data.texts[12].start == parts[1].texts[0].start + len(parts[0].entropy)
+    whole = torch.cat([hidden for part in parts for _, hidden in records.hidden_states(part.shards)])
+    for shard, hidden in records.hidden_states(data.shards):
+        assert torch.equal(hidden, whole[shard.start : shard.end])
+    for text, own in zip(data.texts[12:], parts[1].texts, strict=True):
+        assert torch.equal(data.lengths[text.start : text.end], parts[1].lengths[own.start : own.end])
+    # Both answers of a prompt are held out, or none; one folder's split is what it was alone.
+    held = [text.number for text in split_texts(data, 0.25, 0).held_out]
+    assert sorted(held) == sorted(2 * [text.number for text in split_texts(parts[0], 0.25, 0).held_out])
+    train_router(data, RouterConfig(epochs=2, batch_tokens=64, held_out=0.25))
+    made_up_records(tmp_path / "2", num_texts=12, num_drafters=3)
+    with pytest.raises(ValueError, match="--records: .*2 and .*0 are of different models or trees"):
+        records.read_all_records([tmp_path / "0", tmp_path / "2"])
+
+
 def test_patience_keeps_the_best_epoch(tmp_path):
     data = made_up_records(tmp_path, num_texts=12)
     errors = []

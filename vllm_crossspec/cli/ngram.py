@@ -51,8 +51,8 @@ def build(
         list[Path],
         Argument(
             help="Files or folders of them: .jsonl or .jsonl.gz (a line is an object with `text`, with `tokens`, with "
-            "`prompt` and `response`, or what `crossspec train generate` wrote), .txt (a document), .npy (token ids in "
-            "a row, a negative one between documents).",
+            "`prompt` and `response`, or what `crossspec train generate` wrote; a folder's dev-*, held out, are left "
+            "out), .txt (a document), .npy (token ids in a row, a negative one between documents).",
             show_default=False,
         ),
     ],

@@ -157,7 +157,13 @@ class RouterRecipe(NamedTuple):
 @grouped
 def train_router_command(
     *,
-    records: Annotated[Path, Option(help="Folder that `crossspec collect` wrote, finished or not.")],
+    records: Annotated[
+        list[Path],
+        Option(
+            help="Folder that `crossspec collect` wrote, finished or not. May be repeated: greedy and sampled answers "
+            "of the same prompts, say, which are then held out together."
+        ),
+    ],
     out: Annotated[Path, Option(help="Folder of the router: router.json and model.safetensors.")],
     drafters: Annotated[
         str | None, Option(help="Comma-separated names, to route between some of the recorded drafters only.")
@@ -193,12 +199,12 @@ def train_router_command(
 
     from vllm_crossspec.router.checkpoint import save_router
     from vllm_crossspec.router.simulate import Value
-    from vllm_crossspec.training.records import choose_drafters, read_records
+    from vllm_crossspec.training.records import choose_drafters, read_all_records
     from vllm_crossspec.training.router import RouterConfig, train_router
 
     if threads:
         torch.set_num_threads(threads)
-    data = read_records(records)
+    data = read_all_records(records)
     if drafters is not None:
         data = choose_drafters(data, name_list(drafters))
     value, config = Value(round_costs(costs, data.facts.drafters), costs.batch_size), RouterConfig(**recipe._asdict())

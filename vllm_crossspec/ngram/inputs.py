@@ -54,13 +54,18 @@ class Tokens(NamedTuple):
 
 
 def find_files(inputs: list[Path]) -> list[Path]:
-    """All files of the known kinds, folders searched through, sorted. Raises ValueError where one is no input."""
+    """All files of the known kinds, folders searched through, sorted. Raises ValueError where one is no input.
+
+    What a folder holds out, its ``dev-*.jsonl`` as ``crossspec train generate`` writes them, is not among them: a store
+    that has counted what it is judged on knows it by heart.
+    """
     found: list[Path] = []
     for path in inputs:
         if path.is_dir():
-            inside = sorted(file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
+            known = (file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
+            inside = sorted(file for file in known if not (file.name.startswith("dev-") and ".jsonl" in file.suffixes))
             if not inside:
-                raise ValueError(f"{path}: the folder has no {', '.join(SUFFIXES)} file")
+                raise ValueError(f"{path}: the folder has no {', '.join(SUFFIXES)} file (but for held-out dev-*.jsonl)")
             found += inside
         elif path.is_file() and path.name.endswith(SUFFIXES):
             found.append(path)

@@ -311,6 +311,24 @@ def read_records(folder: str | Path, key: str = "--records") -> Records:
     return Records(facts, tuple(texts), tuple(shards), entropy, lengths.long(), known.long(), forecasts)
 
 
+def read_all_records(folders: Sequence[str | Path], key: str = "--records") -> Records:
+    """The records of several folders as if they were of one: texts of the same number are taken for one prompt's.
+
+    Raises:
+        ValueError: as :func:`read_records`, or two of them are of different models or drafters.
+    """
+    parts = [read_records(folder, key) for folder in folders]
+    texts, shards, row = [], [], 0
+    for folder, part in zip(folders, parts, strict=True):
+        if part.facts != parts[0].facts:
+            raise ValueError(f"{key}: {folder} and {folders[0]} are of different models or trees; keep them apart")
+        texts += [text._replace(start=text.start + row, end=text.end + row) for text in part.texts]
+        shards += [shard._replace(start=shard.start + row, end=shard.end + row) for shard in part.shards]
+        row += len(part.entropy)
+    tensors = (torch.cat(own) for own in zip(*(part[3:] for part in parts), strict=True))
+    return Records(parts[0].facts, tuple(texts), tuple(shards), *tensors)
+
+
 def hidden_states(shards: Sequence[Shard]) -> Iterator[tuple[Shard, torch.Tensor]]:
     """Each shard with its hidden states, [rows, H] in the target's own precision, one in memory at a time."""
     for shard in shards:

@@ -143,20 +143,20 @@ class RouterNet(nn.Module):
 
 
 def split_texts(records: Records, share: float, seed: int) -> Split:
-    """Hold out whole texts, drawn by ``seed``; at least one where ``share`` is not 0.
+    """Hold out whole texts, all of a prompt or none, drawn by ``seed``; at least one where ``share`` is not 0.
 
     Raises:
         ValueError: too few texts for both parts.
     """
-    num_texts = len(records.texts)
-    held = 0 if share == 0 else max(1, round(share * num_texts))
-    if num_texts <= held:
-        raise ValueError(f"{num_texts} texts are too few to hold out {held}; collect more, or lower --held-out")
-    order = torch.randperm(num_texts, generator=torch.Generator().manual_seed(seed)).tolist()
-    chosen = set(order[:held])
+    prompts = list(dict.fromkeys(text.number for text in records.texts))
+    held = 0 if share == 0 else max(1, round(share * len(prompts)))
+    if len(prompts) <= held:
+        raise ValueError(f"{len(prompts)} texts are too few to hold out {held}; collect more, or lower --held-out")
+    order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
+    chosen = {prompts[index] for index in order[:held]}
     parts: tuple[list[Text], list[Text]] = ([], [])
-    for index, text in enumerate(records.texts):
-        parts[index in chosen].append(text)
+    for text in records.texts:
+        parts[text.number in chosen].append(text)
     return Split(tuple(parts[0]), tuple(parts[1]))
 
 
