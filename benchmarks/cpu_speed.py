@@ -43,11 +43,17 @@ ARMS: dict[str, dict[str, Any]] = {
         **BFLOAT16,
         "tree": {"type": "dynamic", "depth": 6, "top_k": 2, **ALL_DRAFTS},
     },
+    "dart": {
+        "model": "{pocket}/dart",
+        "ngram": NGRAMS,
+        **BFLOAT16,
+        "tree": {"type": "continuity", "top_k": 8, **ALL_DRAFTS},
+    },
     "suffix": {"tree": ALL_DRAFTS},
     "plain": {"type": "nothing"},
 }
-"""What a router by goodput chooses from; alone, by policy `fixed`, each is a method of its own. No DFlash: a pass over
-a block of 16 costs two cores about what it brings beside these, and trying it costs more."""
+"""What a router by goodput chooses from; alone, by policy `fixed`, each is a method of its own. No DFlash: what a pass
+over a block of 16 costs two cores is more than it brings beside these."""
 
 SPECS: dict[str, dict[str, Any]] = {
     "vllm-draft-model": {**DRAFT_MODEL, "num_speculative_tokens": 7},
