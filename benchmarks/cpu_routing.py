@@ -1,7 +1,7 @@
 """A router beside its arms on a CPU, in seconds: over the mix, by category, and beside the best arm of every prompt.
 
     python benchmarks/cpu_routing.py --out runs/routing --shapes 0.2b
-    python benchmarks/cpu_routing.py --out runs/routing --prompts held-out.jsonl --each 5
+    python benchmarks/cpu_routing.py --out runs/routing --prompts held-out.jsonl --each 5 --router tree,suffix,plain
 
 The arms are those of `goodput` in cpu_speed.py, on the inflated models, one request at a time, every prompt timed by
 itself. Each arm is an engine of its own (policy `fixed`), so that an engine's luck at its start is in every quotient;
@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-from cpu_speed import ARMS, CROSSSPEC, write_models, write_specs
+from cpu_speed import ARMS, CROSSSPEC, SPECS, goodput, write_models, write_specs
 
 from vllm_crossspec.cli.demo import POCKET
 
@@ -136,7 +136,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of models, configs and documents; cpu_speed.py's will do")
     add("--shapes", default="0.2b", help="of crossspec inflate, comma-separated")
-    add("--arms", default=",".join(ARMS), help="the router's arms that are measured alone, comma-separated")
+    add("--router", default=",".join(ARMS), help="the arms that the router chooses from, comma-separated")
+    add("--arms", help="those of them that are measured alone, comma-separated; default: all")
     add("--prompts", type=Path, default=POCKET / "prompts.jsonl", help="JSON lines with `category` and `prompt`")
     add("--each", type=int, default=6, help="prompts of each category")
     add("--repeats", type=int, default=3, help="turns of every method")
@@ -144,14 +145,17 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--name", default="routing", help="what the documents' names begin with")
     add("--tables-only", action="store_true", help="print the tables of the documents that are there")
     options = parser.parse_args(argv)
-    if unknown := [name for name in options.arms.split(",") if name not in ARMS]:
-        parser.error(f"--arms {unknown[0]}: choose from {', '.join(ARMS)}")
+    options.arms = options.arms or options.router
+    for key, known in (("router", tuple(ARMS)), ("arms", options.router.split(","))):
+        if unknown := [name for name in getattr(options, key).split(",") if name not in known]:
+            parser.error(f"--{key} {unknown[0]}: choose from {', '.join(known)}")
     return options
 
 
 def main() -> None:
     """Measure every shape, and print its table."""
     options = arguments()
+    SPECS[ROUTER] = goodput(options.router.split(","))
     methods = [*(f"arm-{name}" for name in options.arms.split(",")), ROUTER]
     options.out.mkdir(parents=True, exist_ok=True)
     for shape in options.shapes.split(","):

@@ -55,6 +55,13 @@ ARMS: dict[str, dict[str, Any]] = {
 """What a router by goodput chooses from; alone, by policy `fixed`, each is a method of its own. No DFlash: what a pass
 over a block of 16 costs two cores is more than it brings beside these."""
 
+
+def goodput(arms: Sequence[str]) -> dict[str, Any]:
+    """A router over some of the arms, by tokens a second."""
+    drafters = {name: ARMS[name] for name in arms}
+    return {"method": "whiflash", "drafters": drafters, "router": {"policy": "goodput", "max_backlog": 1024}}
+
+
 SPECS: dict[str, dict[str, Any]] = {
     "vllm-draft-model": {**DRAFT_MODEL, "num_speculative_tokens": 7},
     "draft-model": {**DRAFT_MODEL, **CHAIN, "num_speculative_tokens": 7},
@@ -88,7 +95,7 @@ SPECS: dict[str, dict[str, Any]] = {
         },
         "router": {"policy": "neural", "model": "{pocket}/router"},
     },
-    "goodput": {"method": "whiflash", "drafters": ARMS, "router": {"policy": "goodput", "max_backlog": 1024}},
+    "goodput": goodput(tuple(ARMS)),
     "suffix": {"method": "suffix", "tree": {"num_nodes": CHEAP_DRAFTS}},
     **{
         f"arm-{name}": {"method": "whiflash", "drafters": ARMS, "router": {"policy": "fixed", "drafter": name}}
