@@ -128,6 +128,20 @@ def test_equals_naive(stores, shape, impossible):
     check_builders(stores, *shape, impossible)
 
 
+@pytest.mark.parametrize("kind", [ContinuityTree, torch_ops.ContinuityTree])
+def test_a_beam_wider_than_the_tree_loses_nothing_by_being_as_wide(stores, kind):
+    """Of three nodes alike any may have the fourth as its child: a beam of two would not find the third one's."""
+    given = inputs(3, 40, 3, 3)
+    given["log_probs"] *= 0.01
+    store = place(stores[3], "host", DEVICE)
+    settings = {"num_nodes": 4, "depth": 3, "top_k": 3, "max_num_reqs": 40, "device": DEVICE}
+    settings |= {"scoring": product_scoring(1.0), "stop_tokens": (1,), "backoff": None}
+    expected = truth(given, 5, **settings, beam_width=20, store=stores[3])
+    agree(built(kind(**settings, beam_width=20, store=store), given, 5), expected, 40)
+    narrow = built(kind(**settings, beam_width=2, store=store), given, 5)
+    assert (narrow.tokens[:40].cpu() != expected.tokens[:40]).any()
+
+
 @pytest.mark.parametrize(("order", "backoff"), [(2, None), (3, None), (4, 0.4)])
 def test_equals_naive_with_the_lookup_kernel(stores, lookup_kernel, order, backoff):
     check_builders(stores, 2, 3, 5, 3, 12, 13, order, (1,), backoff, 0.2)

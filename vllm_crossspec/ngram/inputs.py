@@ -63,7 +63,7 @@ def find_files(inputs: list[Path]) -> list[Path]:
     for path in inputs:
         if path.is_dir():
             known = (file for file in path.rglob("*") if file.name.endswith(SUFFIXES) and file.is_file())
-            inside = sorted(file for file in known if not (file.name.startswith("dev-") and ".jsonl" in file.suffixes))
+            inside = sorted(file for file in known if not file.match("dev-*.jsonl*"))
             if not inside:
                 raise ValueError(f"{path}: the folder has no {', '.join(SUFFIXES)} file (but for held-out dev-*.jsonl)")
             found += inside

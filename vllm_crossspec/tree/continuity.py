@@ -101,6 +101,36 @@ def _weigh_kernel(
     tl.store(weighted_ptr + target, x, mask=inside)
 
 
+@triton.jit
+def _scores(
+    i,  # of a level's candidates
+    inside,
+    weighted_ptr,  # float32 [C]
+    ngram_ptr,  # float32 [B * C]
+    above_ptr,  # float32 [B], of the beam that they extend
+    ngram_weight,
+    IS_FIRST: tl.constexpr,
+    HAS_NGRAM: tl.constexpr,
+    NUM_CANDIDATES: tl.constexpr,
+):
+    """Scores of a level's candidates: the same sums for whoever asks, so that each has one place."""
+    score = tl.load(weighted_ptr + i % NUM_CANDIDATES, mask=inside, other=float("-inf"))
+    if HAS_NGRAM:
+        score += tl.minimum(ngram_weight * tl.load(ngram_ptr + i, mask=inside, other=0.0), 0.0)
+    if not IS_FIRST:
+        score += tl.load(above_ptr + i // NUM_CANDIDATES, mask=inside, other=float("-inf"))
+    return score
+
+
+@triton.jit
+def _may_go_on(score, token, stop_tokens_ptr, NUM_STOPS: tl.constexpr):
+    """Whether a candidate is possible and no stop token, after which nothing comes."""
+    is_open = score > float("-inf")
+    for stop in tl.static_range(NUM_STOPS):
+        is_open = is_open & (token != tl.load(stop_tokens_ptr + stop))
+    return is_open
+
+
 @triton.jit(do_not_specialize=["level"])
 def _extend_kernel(
     weighted_ptr,  # float32 [R, K, C]
@@ -147,18 +177,14 @@ def _extend_kernel(
     i = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)
     is_mine = i < num_children
     token = tl.load(tokens_ptr + i % NUM_CANDIDATES, mask=is_mine, other=0)
-    score = tl.load(weighted_ptr + i % NUM_CANDIDATES, mask=is_mine, other=float("-inf"))
-    if HAS_NGRAM:
-        score += tl.minimum(ngram_weight * tl.load(ngram_ptr + i, mask=is_mine, other=0.0), 0.0)
+    above = beam_scores_ptr + before
+    score = _scores(i, is_mine, weighted_ptr, ngram_ptr, above, ngram_weight, IS_FIRST, HAS_NGRAM, NUM_CANDIDATES)
     parent = tl.full([BLOCK_I], -1, tl.int32)
     if not IS_FIRST:
-        score += tl.load(beam_scores_ptr + before + i // NUM_CANDIDATES, mask=is_mine, other=float("-inf"))
         parent = tl.load(beam_places_ptr + before + i // NUM_CANDIDATES, mask=is_mine, other=0)
-    is_open = score > float("-inf")
-    for stop in tl.static_range(NUM_STOPS):
-        is_open = is_open & (token != tl.load(stop_tokens_ptr + stop))
+    is_open = _may_go_on(score, token, stop_tokens_ptr, NUM_STOPS)
 
-    # Places among all of the level, and among those that may go on: after a stop token nothing comes.
+    # Places among all of the level, and among those that may go on.
     rank = tl.zeros([BLOCK_I], tl.int32)
     open_rank = tl.zeros([BLOCK_I], tl.int32)
     num_live = tl.zeros([BLOCK_J], tl.int32)
@@ -166,23 +192,16 @@ def _extend_kernel(
     for first in range(0, num_children, BLOCK_J):
         j = first + tl.arange(0, BLOCK_J)
         is_other = j < num_children
-        # The very sums from above: a candidate must have one place, whoever looks at it.
-        other = tl.load(weighted_ptr + j % NUM_CANDIDATES, mask=is_other, other=float("-inf"))
-        if HAS_NGRAM:
-            other += tl.minimum(ngram_weight * tl.load(ngram_ptr + j, mask=is_other, other=0.0), 0.0)
-        if not IS_FIRST:
-            other += tl.load(beam_scores_ptr + before + j // NUM_CANDIDATES, mask=is_other, other=float("-inf"))
-        is_live = other > float("-inf")
+        other = _scores(j, is_other, weighted_ptr, ngram_ptr, above, ngram_weight, IS_FIRST, HAS_NGRAM, NUM_CANDIDATES)
         is_tie = (other[None, :] == score[:, None]) & (j[None, :] < i[:, None])
         is_ahead = (other[None, :] > score[:, None]) | is_tie
         rank += tl.sum(is_ahead.to(tl.int32), axis=1)
-        num_live += is_live.to(tl.int32)
+        num_live += (other > float("-inf")).to(tl.int32)
         if NUM_STOPS > 0:
             other_token = tl.load(tokens_ptr + j % NUM_CANDIDATES, mask=is_other, other=0)
-            for stop in tl.static_range(NUM_STOPS):
-                is_live = is_live & (other_token != tl.load(stop_tokens_ptr + stop))
-            open_rank += tl.sum((is_ahead & is_live[None, :]).to(tl.int32), axis=1)
-            num_open += is_live.to(tl.int32)
+            goes_on = _may_go_on(other, other_token, stop_tokens_ptr, NUM_STOPS)
+            open_rank += tl.sum((is_ahead & goes_on[None, :]).to(tl.int32), axis=1)
+            num_open += goes_on.to(tl.int32)
     if NUM_STOPS == 0:
         open_rank = rank
         num_open = num_live
