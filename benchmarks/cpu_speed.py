@@ -15,7 +15,7 @@ import argparse
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -129,12 +129,12 @@ def write_calibration_of_small_trees(models: Path, folder: Path) -> None:
     write_calibration(own, replace(read_calibration(made, str(made)), target=target, drafter=drafter))
 
 
-def write_specs(models: Path, folder: Path, names: Sequence[str]) -> Iterator[Path]:
+def write_specs(models: Path, folder: Path, specs: Mapping[str, dict[str, Any]]) -> Iterator[Path]:
     """One file for each method."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in names:
+    for name, spec in specs.items():
         file = folder / f"{name}.json"
-        file.write_text(json.dumps(located(SPECS[name], models), indent=1) + "\n")
+        file.write_text(json.dumps(located(spec, models), indent=1) + "\n")
         yield file
 
 
@@ -222,7 +222,7 @@ def run_group(shape: str, names: Sequence[str], document: Path, options: argpars
         write_calibration_of_small_trees(models, options.out)
     prompts = write_prompts(options.out / "prompts.jsonl", options.each)
     command = [*CROSSSPEC, "bench", "--model", str(models / "target"), "--dtype", "float32"]
-    for spec in write_specs(models, options.out / "specs" / shape, names):
+    for spec in write_specs(models, options.out / "specs" / shape, {name: SPECS[name] for name in names}):
         command += ["--spec", str(spec)]
     command += ["--prompts", str(prompts), "--batch-sizes", options.batch_sizes]
     command += ["--max-tokens", str(options.max_tokens), "--repeats", str(options.repeats)]
