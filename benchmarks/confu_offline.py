@@ -23,7 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.nn.functional as F
-from dart_offline import POCKET, Walk, accepted, empty_tree, gain, tokens_per_round
+from dart_offline import POCKET, accepted, empty_tree, tokens_per_round
+from intervals import Walk, gain
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -309,6 +310,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[dict[str, A
         for name, walk in walks.items():
             figures = tokens_per_round(walk, categories)
             figures["mean"] = float(np.mean([figures[category] for category in set(categories)]))
+            gained = None if name == "confu" else [round(x, 2) for x in gain(walks["confu"], walk)]
             found.append(
                 {
                     "nodes": nodes,
@@ -316,7 +318,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[dict[str, A
                     "tokens_per_round": {k: round(v, 4) for k, v in figures.items()},
                     "rounds": int(walk.rounds.sum()),
                     "responses": len(rows),
-                    "confu_gain_percent": None if name == "confu" else gain(walks["confu"], walk),
+                    "confu_gain_percent": gained,
                 }
             )
     return found

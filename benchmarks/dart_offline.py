@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from intervals import Walk, gain
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -43,8 +44,6 @@ TREES = {
     "best_first": Scoring(logit_decay=1.0, level_decay=0.0, renormalises=False),
 }
 SETTINGS = ("nodes", "top_k", "beam", "order", "backoff", "logit_decay", "level_decay")
-SAMPLES = 1000
-"""Of the bootstrap."""
 
 
 class Places(NamedTuple):
@@ -67,13 +66,6 @@ class Places(NamedTuple):
     first: torch.Tensor
     count: torch.Tensor
     categories: list[str]
-
-
-class Walk(NamedTuple):
-    """Decoding of B responses: tokens emitted and rounds taken, int64 [B] each."""
-
-    tokens: np.ndarray
-    rounds: np.ndarray
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -274,21 +266,6 @@ def tokens_per_round(result: Walk, categories: Sequence[str]) -> dict[str, float
     return figures
 
 
-def gain(result: Walk, base: Walk, seed: int = 0) -> list[float]:
-    """Relative gain over ``base`` in tokens a round, in percent: what was seen, and the bootstrap's 95% interval."""
-    rng = np.random.default_rng(seed)
-    picks = rng.integers(0, len(base.rounds), (SAMPLES, len(base.rounds)))
-    ratio = _rate(result, picks) / _rate(base, picks)
-    everything = np.arange(len(base.rounds))[None]
-    seen = _rate(result, everything)[0] / _rate(base, everything)[0]
-    low, high = np.quantile(ratio, [0.025, 0.975])
-    return [round(100 * float(value - 1), 2) for value in (seen, low, high)]
-
-
-def _rate(result: Walk, picks: np.ndarray) -> np.ndarray:
-    return result.tokens[picks].sum(1) / result.rounds[picks].sum(1)
-
-
 def measure(options: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
     """One row of figures for the chain and for every tree, weight and store."""
     responses, digest = options.responses, tokenizer_hash(options.target, "--target")
@@ -325,7 +302,7 @@ def _figures(result: Walk, base: Walk | None, places: Places) -> dict[str, Any]:
         "tokens_per_round": {k: round(v, 4) for k, v in tokens_per_round(result, places.categories).items()},
         "rounds": int(result.rounds.sum()),
         "responses": len(result.rounds),
-        "gain_percent": gain(result, base) if is_gain else None,
+        "gain_percent": [round(x, 2) for x in gain(result, base)] if is_gain else None,
     }
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from intervals import Walk, rate
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -28,9 +29,6 @@ from rich.table import Table
 from vllm_crossspec.cli import meta, options
 from vllm_crossspec.lookup.naive import Match, agreeing, match_tree_naive, own_matches_naive
 from vllm_crossspec.training.generations import Generation, read_generations
-
-SAMPLES = 1000
-"""Of the bootstrap."""
 
 NGRAM = {"max_match": 8, "min_match": 2, "num_matches": 8}
 SUFFIX = {"max_match": 16, "min_match": 1, "num_matches": 16}
@@ -140,7 +138,7 @@ class Arctic:
         self._seen += len(tokens)
 
 
-class Walk(NamedTuple):
+class Decoded(NamedTuple):
     """What a drafter came to, by response.
 
     Attributes:
@@ -153,8 +151,12 @@ class Walk(NamedTuple):
     rounds: np.ndarray
     drafts: np.ndarray
 
+    def of(self, which: np.ndarray) -> Walk:
+        """Of some responses, bool [B]."""
+        return Walk(self.tokens[which], self.rounds[which])
 
-def walk(drafter: Any, rows: Sequence[Generation]) -> Walk:
+
+def walk(drafter: Any, rows: Sequence[Generation]) -> Decoded:
     """Take a drafter through all responses. The first token of each is the prefill's."""
     found = []
     for row in rows:
@@ -168,7 +170,7 @@ def walk(drafter: Any, rows: Sequence[Generation]) -> Walk:
             place, rounds, drafts = place + accepted + 1, rounds + 1, drafts + len(paths)
         drafter.end(row.response_ids)
         found.append((len(row.response_ids) - 1, rounds, drafts))
-    return Walk(*np.array(found, dtype=np.int64).T)
+    return Decoded(*np.array(found, dtype=np.int64).T)
 
 
 def drafters(share: bool) -> dict[str, Callable[[], Any]]:
@@ -187,14 +189,6 @@ def drafters(share: bool) -> dict[str, Callable[[], Any]]:
     found["ours, suffix, tree of 16"] = lambda: Ours(16, 16, share, SUFFIX)
     found["ours, suffix, tree of 60"] = lambda: Ours(60, 16, share, SUFFIX)
     return found
-
-
-def rate(result: Walk, which: np.ndarray, seed: int = 0) -> tuple[float, float, float]:
-    """Tokens a round over some responses, and the bootstrap's 95 % interval."""
-    tokens, rounds = result.tokens[which], result.rounds[which]
-    picks = np.random.default_rng(seed).integers(0, len(tokens), (SAMPLES, len(tokens)))
-    low, high = np.quantile(tokens[picks].sum(1) / rounds[picks].sum(1), [0.025, 0.975])
-    return float(tokens.sum() / rounds.sum()), float(low), float(high)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -220,9 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     makers = drafters(given.share)
     for name in track(makers, "drafters", console=Console(stderr=True)):
         result = walk(makers[name](), rows)
-        figures = {kind: rate(result, kinds == kind) for kind in sorted({*kinds})}
-        overall, verified = rate(result, kinds != ""), float(result.drafts.sum() / result.rounds.sum())
-        cells = [f"{seen:.2f} ({low:.2f} to {high:.2f})" for seen, low, high in (overall, *figures.values())]
+        figures = {kind: rate(result.of(kinds == kind)) for kind in sorted({*kinds})}
+        overall, verified = rate(result.of(kinds != "")), float(result.drafts.sum() / result.rounds.sum())
+        cells = [f"{figure:.2f}" for figure in (overall, *figures.values())]
         table.add_row(name, *cells, f"{verified:.1f}")
         document.append({"drafter": name, "all": overall, **figures, "drafts_per_round": verified})
     Console(width=170).print(table)

@@ -1,0 +1,7 @@
+"""HeteroSpec (Liu et al. 2026)."""
+
+from collections.abc import Mapping
+
+from papers.base import PaperTable
+
+TABLES: Mapping[str, PaperTable] = {}
