@@ -1,5 +1,6 @@
 """Tokens a round over texts, and the 95 % interval that drawing other texts would give (bootstrap)."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -32,33 +33,42 @@ class Walk(NamedTuple):
     tokens: np.ndarray
     rounds: np.ndarray
 
+    def of(self, texts: Sequence[int]) -> "Walk":
+        """The same of some texts."""
+        return Walk(self.tokens[list(texts)], self.rounds[list(texts)])
+
 
 def rate(result: Walk, seed: int = 0) -> Interval:
     """Tokens a round over texts."""
-    return _interval(_rates(result, _everything(result)), _rates(result, _draws(result, seed)))
+    return rate_of_groups([result], seed)
 
 
 def gain(result: Walk, base: Walk, seed: int = 0) -> Interval:
     """By how many percent tokens a round are above another method's, the texts of both drawn together."""
-    everything, draws = _everything(result), _draws(result, seed)
-    seen = 100 * (_rates(result, everything) / _rates(base, everything) - 1)
-    return _interval(seen, 100 * (_rates(result, draws) / _rates(base, draws) - 1))
+    return gain_of_groups([result], [base], seed)
 
 
-def _everything(result: Walk) -> np.ndarray:
-    return np.arange(len(result.rounds))[None]
+def rate_of_groups(results: Sequence[Walk], seed: int = 0) -> Interval:
+    """Tokens a round as the mean of groups of texts, other texts drawn within each group."""
+    return _interval(_mean_rates(results, seed))
 
 
-def _draws(result: Walk, seed: int) -> np.ndarray:
-    """int64 [S, B] texts of each draw."""
-    return np.random.default_rng(seed).integers(0, len(result.rounds), (SAMPLES, len(result.rounds)))
+def gain_of_groups(results: Sequence[Walk], bases: Sequence[Walk], seed: int = 0) -> Interval:
+    """As :func:`gain`, of the means of groups."""
+    return _interval(100 * (_mean_rates(results, seed) / _mean_rates(bases, seed) - 1))
 
 
-def _rates(result: Walk, picks: np.ndarray) -> np.ndarray:
-    """[S] of picks [S, B]."""
-    return result.tokens[picks].sum(1) / result.rounds[picks].sum(1)
+def _mean_rates(results: Sequence[Walk], seed: int) -> np.ndarray:
+    """[1 + S] of all texts, then of each draw; the draws are the same for the same numbers of texts."""
+    rng, rates = np.random.default_rng(seed), np.zeros(1 + SAMPLES)
+    for result in results:
+        count = len(result.rounds)
+        picks = np.concatenate([np.arange(count)[None], rng.integers(0, count, (SAMPLES, count))])
+        rates += result.tokens[picks].sum(1) / result.rounds[picks].sum(1) / len(results)
+    return rates
 
 
-def _interval(seen: np.ndarray, draws: np.ndarray) -> Interval:
-    low, high = np.quantile(draws, [0.025, 0.975])
-    return Interval(float(seen[0]), float(low), float(high))
+def _interval(numbers: np.ndarray) -> Interval:
+    """Of what was seen and of the draws."""
+    low, high = np.quantile(numbers[1:], [0.025, 0.975])
+    return Interval(float(numbers[0]), float(low), float(high))

@@ -87,7 +87,7 @@ def router_call(host: Any, policy: str, num_reqs: int) -> Any:
     sampled = torch.ones_like(slots)
 
     def decide() -> None:
-        router.observe_logits(logits, rows)
+        router.observe_logits(logits, rows, slots)
         router.decide(states, rows, slots, sampled, routes)
 
     return decide

@@ -12,7 +12,7 @@ import engines
 import pytest
 from servers import command
 
-from vllm_crossspec.engine.requests import check_request
+from vllm_crossspec.engine.requests import RequestError, check_request
 from vllm_crossspec.engine.vllm_api import check as compat
 
 pytestmark = pytest.mark.e2e
@@ -224,7 +224,7 @@ def test_a_request_for_no_mode_of_ours_is_the_clients_mistake(asked):
             pass
 
         async def add_request(self, request_id, prompt, params, **options):
-            check_request(params)
+            check_request(params, ())
 
     async def ask():
         parameters = SamplingParams(extra_args={"crossspec": asked})
@@ -237,6 +237,16 @@ def test_a_request_for_no_mode_of_ours_is_the_clients_mistake(asked):
     answer = create_error_response(caught.value).error
     assert answer.code == 400
     assert answer.message == f"the extra argument 'crossspec' is {asked!r}; use one of tree, chain, off"
+
+
+@pytest.mark.parametrize(
+    ("known", "sentence"),
+    [(("chat", "math"), "is 'maths'; use one of chat, math"), ((), "is 'maths'; this server's router has no `by_cat")],
+)
+def test_a_category_that_the_router_does_not_know(known, sentence):
+    parameters = SimpleNamespace(extra_args={"crossspec_category": "maths"})
+    with pytest.raises(RequestError, match=f"the extra argument 'crossspec_category' {sentence}"):
+        check_request(parameters, known)
 
 
 def test_the_v1_runner_is_refused(monkeypatch):

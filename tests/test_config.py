@@ -259,7 +259,23 @@ def test_settings_survive_the_way_to_the_workers():
         (TWO | {"router": {"policy": "neural", "model": "m", "threshold": 999}}, "threshold must be tokens between"),
         (
             TWO | {"router": {"policy": "fixed", "threshold": 1}},
-            "'fixed' takes neither model, threshold nor costs",
+            "'fixed' takes neither model, thresholds nor costs",
+        ),
+        (
+            TWO | {"router": {"policy": "fixed", "by_category": {"math": 1}}},
+            "'fixed' takes neither model, thresholds nor costs",
+        ),
+        (
+            TWO | {"router": {"policy": "entropy", "by_category": {"math": [1, 2]}}},
+            "router.by_category.math has 2 numbers; 2 drafters need 1",
+        ),
+        (TWO | {"router": {"policy": "entropy", "by_category": {"math": -1}}}, "by_category.math must be nats of 0"),
+        (TWO | {"router": {"by_category": {"math": 1}}}, "by_category.math: policy 'goodput' takes no thresholds"),
+        (TWO | {"router": {"by_category": 1}}, r'router.by_category: should be a number, .* as in {"math": 0.5}'),
+        (TWO | {"router": {"by_category": {"": 1}}}, "router.by_category: should be a number"),
+        (
+            TWO | {"router": {"policy": "neural", "model": "m", "entropy_of": "sampling"}},
+            "router.entropy_of is for policy 'entropy', or 'goodput' without a model",
         ),
         (TWO | {"router": {"policy": "entropy", "drafter": "a"}}, "router.drafter belongs to policy 'fixed'"),
         (TWO | {"router": {"policy": "entropy", "max_backlog": 0}}, "router.max_backlog: input should be greater"),

@@ -126,7 +126,8 @@ def run(worth, seconds, num_rounds=300, num_reqs=4, explores=True, forecasts=Non
         if forecasts is not None:
             router.experience.known.forecasts[:num_reqs] = torch.tensor(forecasts(number), device=DEVICE)
         if entropy is not None:
-            router.observe_logits(logits_of(entropy(number)).expand(num_reqs, -1), ints(range(num_reqs)).long())
+            rows = ints(range(num_reqs))
+            router.observe_logits(logits_of(entropy(number)).expand(num_reqs, -1), rows.long(), rows)
         router.decide(states, ints(range(num_reqs)).long(), ints(range(num_reqs)), ints(sampled), routes)
         taken.append(routes[:num_reqs].tolist())
         means = [worth(row, drafter, number) for row, drafter in enumerate(taken[-1])]

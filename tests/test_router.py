@@ -68,7 +68,7 @@ def test_a_round_from_logits_and_states_to_routes(policy, dtype, monkeypatch):
         rows = torch.randint(0, 30, (num_reqs,), generator=generator).to(DEVICE)
         routes = poisoned(12, dtype=torch.int32)
         launches.names.clear()
-        router.observe_logits(logits, rows)
+        router.observe_logits(logits, rows, mapping)
         router.decide(hidden, rows, mapping, sampled, routes)
         assert len(launches.names) == router.num_launches <= 3
         decides = (mapping >= 0) & (sampled > 0)
@@ -118,6 +118,22 @@ def test_policies_say_what_they_read():
 def test_the_registry_needs_neither_torch_nor_triton():
     code = "import sys, vllm_crossspec.router.policies; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_what_requests_are_decides_with_their_logits():
+    """One row of 1.2 nats at temperature 1: thresholds of 1 nat and none by category, and temperatures 1, 0 and 0.1."""
+    router = make_router("entropy", thresholds=(1.0,), by_category=((0.0,), (9.0,)), tempers=True)
+    assert router.asks_requests and not make_router("entropy").asks_requests
+    logits = torch.full((1, 5000), float("-inf"), device=DEVICE)
+    logits[0, :5] = floats([2.0, 1.5, 0.5, 0.0, 0.0])
+    slots, rows = int32([7, 3, 5, 0, 9]), torch.zeros(5, dtype=torch.int64, device=DEVICE)
+    router.admit(slots.long(), int32([0, 0, 0, 1, 2]), floats([1.0, 0.0, 0.1, 0.1, 1.0]))
+    router.observe_logits(logits, rows, slots)
+    routes = poisoned(12, dtype=torch.int32)
+    router.decide(None, rows, slots, int32([1] * 5), routes)
+    tempered = naive.entropy(torch.cat([logits, logits, 10 * logits, 10 * logits, logits]))
+    torch.testing.assert_close(router.entropy[:5], tempered, **TOLERANCE)
+    assert routes[:5].tolist() == [0, 0, 1, 0, 1]
 
 
 def test_slots_are_forgotten():

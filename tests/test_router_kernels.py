@@ -35,11 +35,12 @@ def forbid(logits, seed):
     logits[3::15] = float("-inf")
 
 
-def measured_entropy(logits, rows):
+def measured_entropy(logits, rows, **scaling):
     """Entropies [R] by the two kernels that make them."""
     num_rows = rows.shape[0]
     parts = poisoned(num_rows + 1, kernels.entropy_splits(logits.shape[1]), 3)
-    kernels.entropy_parts(logits=logits, rows=rows, parts=parts)
+    scaling = {"idx_mapping": torch.arange(num_rows, dtype=torch.int32, device=DEVICE)} | scaling
+    kernels.entropy_parts(logits=logits, rows=rows, parts=parts, **scaling)
     assert (parts[num_rows] == POISON).all()
     padding = (rows < 0) | (rows >= logits.shape[0])
     neutral = floats([float("-inf"), 0, 0]).expand_as(parts[:-1][padding])
@@ -54,7 +55,7 @@ def decide(policy, *, num_rows, num_drafters=2, fixed=0, num_blocks=1, mapping=N
     rule = kernels.Rule(
         policy,
         fixed,
-        given.get("thresholds", floats([0] * others)),
+        given.get("thresholds", floats([0] * others)).view(-1, others),
         given.get("costs", floats([[1] * num_drafters, [0] * num_drafters])),
         given.get("mean_lengths", floats([4] * num_drafters)),
         "own" in given,
@@ -72,6 +73,7 @@ def decide(policy, *, num_rows, num_drafters=2, fixed=0, num_blocks=1, mapping=N
         idx_mapping=mapping,
         num_sampled=given.get("num_sampled", int32([1] * num_rows)),
         previous=given.get("previous", int32([-1] * slots)),
+        categories=given.get("categories", int32([0] * slots)),
         own=given.get("own", poisoned(1)),
         out=out,
     )
@@ -111,6 +113,18 @@ def test_entropies_by_hand():
     expected = floats([math.log(5000), 0, math.log(2), 0, 0, quarter])
     torch.testing.assert_close(found, expected, **TOLERANCE)
     assert (found >= 0).all()
+
+
+def test_entropies_at_the_requests_temperatures():
+    """Each row by its request's slot; a padded request's logits stay as they are."""
+    logits = torch.randn(5, 4097, generator=torch.Generator().manual_seed(1)).to(DEVICE) * 3
+    logits[2, 7:] = float("-inf")
+    scales = floats([1 / 0.3, 1.0, 1 / 2.0, 5.0, 1 / 0.7])
+    slots, rows = [4, 0, 2, -1, 1], torch.tensor([3, 1, 2, 4, 0], device=DEVICE)
+    found = measured_entropy(logits, rows, idx_mapping=int32(slots), scales=scales)
+    factors = floats([float(scales[slot]) if slot >= 0 else 1.0 for slot in slots])
+    torch.testing.assert_close(found, naive.entropy(logits[rows] * factors[:, None]), **TOLERANCE)
+    assert (found - measured_entropy(logits, rows))[:3].abs().min() > 0.01
 
 
 def test_a_wrong_entropy_is_found_out(monkeypatch):
@@ -235,6 +249,25 @@ def test_decisions_equal_naive(policy, num_drafters):
             assert torch.equal(out.gains, torch.where(decides[:, None], parts.sum(1), 0.0))
             ties += int((out.gains == thresholds).sum())
     assert policy != kernels.NEURAL or ties > 0
+
+
+@pytest.mark.parametrize("policy", [kernels.ENTROPY, kernels.NEURAL])
+def test_thresholds_are_those_of_a_requests_category(policy):
+    """Each row decided alone, with its category's thresholds for all."""
+    num_rows, num_drafters = 17, 3
+    batch, parts, _, costs = coarse_choices(2, num_rows, num_drafters)
+    halves = torch.arange(num_rows, device=DEVICE) % 4 / 2
+    entropy = torch.stack([halves * 0, halves * 0 + 1, -halves], dim=-1)[:, None].contiguous()
+    thresholds = floats([[1.0, 0.5], [9.0, 0.0], [0.0, 0.0]])
+    categories = torch.arange(num_rows + 4, dtype=torch.int32, device=DEVICE) % 3
+    given = {"num_rows": num_rows, "num_drafters": num_drafters, "entropy_parts": entropy, "costs": costs}
+    given |= {"gain_parts": parts.flatten(), "num_blocks": 3, "mapping": batch[0], "num_sampled": batch[1]}
+    out = decide(policy, thresholds=thresholds, categories=categories, previous=batch[2].clone(), **given)
+    alone = [decide(policy, thresholds=row, previous=batch[2].clone(), **given).routes for row in thresholds]
+    slots = batch[0].clamp(min=0).long()
+    expected = torch.stack(alone)[categories[slots].long(), torch.arange(num_rows, device=DEVICE)]
+    assert torch.equal(out.routes, expected)
+    assert any((routes != expected).any() for routes in alone)
 
 
 def test_a_wrong_decision_is_found_out(monkeypatch):
@@ -363,7 +396,7 @@ for num_reqs in (1, 3, 4, 5, 16, 33, 64, 65, 128, 255):
             hidden_size=4096, vocab_size=151936, max_num_reqs=256, dtype=dtype, device=torch.device("cpu"),
         )
         index = torch.zeros(num_reqs, dtype=torch.int32)
-        router.observe_logits(torch.zeros(num_reqs, 151936, dtype=dtype), index.long())
+        router.observe_logits(torch.zeros(num_reqs, 151936, dtype=dtype), index.long(), index)
         router.decide(torch.zeros(9, 4096, dtype=dtype), index.long(), index, index, torch.zeros_like(index))
 assert {name: len(codes) for name, codes in compiled.items()} == before, "compiled in the middle of serving"
 """

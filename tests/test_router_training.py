@@ -548,9 +548,12 @@ def test_from_records_to_a_router_a_table_and_pictures(tmp_path, monkeypatch, ca
         run(monkeypatch, "calibrate", *options, "--picture", files["picture"], "--points", 9)
         found = json.loads(files["json"].read_text())
         (threshold,) = found["overall"]["thresholds"]
-        said = f'use it with "policy": "{policy}", "threshold": {threshold:g} in `router`'
-        assert said in capsys.readouterr().out
         assert set(found["by_category"]) == {"chat", "math"} and found["meta"]["num_texts"] == 60
+        settings = json.loads(capsys.readouterr().out.strip().splitlines()[-1])["router"]
+        each = {category: one["thresholds"][0] for category, one in found["by_category"].items()}
+        assert settings == {"policy": policy, "threshold": threshold, "by_category": each}
+        of_each = {row["method"]: row["values"] for row in found["rows"]}[f"{policy}, by category"]
+        assert {c: of_each[c] for c in each} == {c: one["value"] for c, one in found["by_category"].items()}
         assert files["picture"].read_bytes().startswith(b"\x89PNG")
     document = tmp_path / "oracle.json"
     run(monkeypatch, "oracle", "--records", folder, "--router", router, "--seconds", "0.2,0.1", "--json", document)

@@ -84,6 +84,27 @@ def test_mixed_routes_give_plains_text(plain, trees):
     assert decisions >= tokens - accepted_tokens - sum(len(batch) for batch in plain)
 
 
+def test_a_request_goes_by_the_thresholds_of_its_category(plain):
+    """Those of `code` always to EAGLE-3, those of `math` never, the others to either; last all in one batch."""
+    by_category = {"code": 0.0, "math": engines.NO_ENTROPY}
+    settings = spec(policy="entropy", threshold=1.0, by_category=by_category, entropy_of="sampling")
+    counts, before = [], np.zeros(2, dtype=int)
+    with engines.engine(settings, max_num_batched_tokens=256) as llm:
+        for names in (("code",), ("math",), (None, "code", "math")):
+            given = [SamplingParams(**SEEDED, extra_args=_category(name)) for name in (names * 6)[:6]]
+            answers = llm.generate(engines.prompts(6), given, use_tqdm=False)
+            assert [list(answer.outputs[0].token_ids) for answer in answers] == plain[1]
+            now = np.array([routing(llm)["drafters"][name]["decisions"] for name in ("eagle3", "dflash")])
+            counts.append((now - before).tolist())
+            before = now
+    code, math, mixed = counts
+    assert code[1] == 0 < code[0] and math[0] == 0 < math[1] and min(mixed) > 0
+
+
+def _category(name):
+    return {} if name is None else {"crossspec_category": name}
+
+
 def test_a_drafter_that_nobody_chooses_costs_the_others_nothing():
     never = {"policy": "entropy", "threshold": engines.NO_ENTROPY}
     with engines.engine(spec(**never, max_backlog=512), enable_prefix_caching=False) as llm:

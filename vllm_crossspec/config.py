@@ -49,10 +49,22 @@ def _known_schedule(value: Any) -> Any:
 
 def _known_threshold(value: Any) -> Any:
     """The same for thresholds."""
-    numbers = value if isinstance(value, list | tuple) else (value,)
-    if value != "auto" and not all(_is_number(number, int | float) for number in numbers):
+    if value != "auto" and not _are_numbers(value):
         raise PydanticCustomError("threshold", "should be 'auto', a number, or a list of numbers")
     return value
+
+
+def _known_categories(value: Any) -> Any:
+    """And for thresholds by category; each becomes a list of numbers."""
+    if not isinstance(value, Mapping) or not all(name and _are_numbers(given) for name, given in value.items()):
+        raise PydanticCustomError(
+            "categories", 'should be a number, or a list of them, for each category, as in {"math": 0.5}'
+        )
+    return {name: given if isinstance(given, list | tuple) else (given,) for name, given in value.items()}
+
+
+def _are_numbers(value: Any) -> bool:
+    return all(_is_number(number, int | float) for number in (value if isinstance(value, list | tuple) else (value,)))
 
 
 def _is_number(value: Any, kind: Any) -> bool:
@@ -61,6 +73,7 @@ def _is_number(value: Any, kind: Any) -> bool:
 
 Schedule = Annotated[Literal["auto"] | dict[int, int], BeforeValidator(_known_schedule)]
 Threshold = Annotated[Literal["auto"] | float | tuple[float, ...], BeforeValidator(_known_threshold)]
+ThresholdsByCategory = Annotated[dict[str, tuple[float, ...]], BeforeValidator(_known_categories)]
 
 
 class TreeConfig(Settings):
@@ -198,6 +211,10 @@ class RouterConfig(Settings):
         threshold: ``entropy``: nats above which the autoregressive drafter drafts; ``neural``: tokens by which it must
             be expected to do better. One number, or one for each drafter but the last in routing order. "auto" is set
             from the drafters' costs.
+        by_category: thresholds of requests that name a category (``vllm_xargs``: ``crossspec_category``); all others
+            go by ``threshold`` (WhiFlash calibrates one for each category, section 3.3.1).
+        entropy_of: ``model``: the entropy is that of the target's logits as they come, whatever the temperature;
+            ``sampling``: that of the distribution at the request's temperature, as in WhiFlash; greedy ones as before.
         costs: file of what rounds cost (``crossspec costs``), for "auto" thresholds and ``goodput``; None: measured
             at start-up.
         max_backlog: most tokens that a request's inactive drafter may miss before it catches up.
@@ -211,6 +228,8 @@ class RouterConfig(Settings):
     drafter: str | None = None
     model: str | None = None
     threshold: Threshold = "auto"
+    by_category: ThresholdsByCategory = {}
+    entropy_of: Literal["model", "sampling"] = "model"
     costs: str | None = Field(None, min_length=1)
     max_backlog: StrictInt = Field(512, ge=1, le=1 << 20)
     explore: StrictBool = True

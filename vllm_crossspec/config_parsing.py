@@ -329,8 +329,8 @@ def _check_router(config: CrossSpecConfig) -> None:
             f"{key}.drafter is {config.active!r}, which is none of drafters{nearest(config.active, config.drafters)}"
         )
     if policy == "fixed":
-        if router.model is not None or router.threshold != "auto" or router.costs is not None:
-            raise ValueError(f"{key}: policy 'fixed' takes neither model, threshold nor costs; leave them out")
+        if router.model is not None or router.threshold != "auto" or router.by_category or router.costs is not None:
+            raise ValueError(f"{key}: policy 'fixed' takes neither model, thresholds nor costs; leave them out")
         return
     if len(config.drafters) < 2:
         raise ValueError(f"{key}.policy {policy!r} chooses between drafters, and there is one; add another to drafters")
@@ -346,18 +346,25 @@ def _check_router(config: CrossSpecConfig) -> None:
         raise ValueError(
             f"{key}.correct is for a trained router: policy 'neural', or 'goodput' with model; leave it out"
         )
-    if router.threshold == "auto":
-        return
-    if policy in ("goodput", "record"):
-        raise ValueError(f"{key}.threshold: policy {policy!r} takes none; leave it out")
-    wanted, given = len(config.drafters) - 1, router.threshold
-    numbers = given if isinstance(given, tuple) else (given,)
+    reads_entropy = policy == "entropy" or (policy == "goodput" and router.model is None)
+    if router.entropy_of == "sampling" and not reads_entropy:
+        raise ValueError(f"{key}.entropy_of is for policy 'entropy', or 'goodput' without a model; leave it out")
+    given = {f"by_category.{name}": numbers for name, numbers in router.by_category.items()}
+    if router.threshold != "auto":
+        given["threshold"] = router.threshold if isinstance(router.threshold, tuple) else (router.threshold,)
+    if given and policy in ("goodput", "record"):
+        raise ValueError(f"{key}.{next(iter(given))}: policy {policy!r} takes no thresholds; leave it out")
+    for name, numbers in given.items():
+        _check_thresholds(policy, numbers, len(config.drafters) - 1, f"{key}.{name}")
+
+
+def _check_thresholds(policy: str, numbers: tuple[float, ...], wanted: int, key: str) -> None:
     if len(numbers) != wanted:
-        raise ValueError(f"{key}.threshold has {len(numbers)} numbers; {wanted + 1} drafters need {wanted}")
+        raise ValueError(f"{key} has {len(numbers)} numbers; {wanted + 1} drafters need {wanted}")
     if policy == "entropy" and (min(numbers) < 0 or list(numbers) != sorted(numbers, reverse=True)):
-        raise ValueError(f"{key}.threshold must be nats of 0 or more, falling from drafter to drafter (got {given})")
+        raise ValueError(f"{key} must be nats of 0 or more, falling from drafter to drafter (got {numbers})")
     if policy == "neural" and not all(abs(number) <= 255 for number in numbers):
-        raise ValueError(f"{key}.threshold must be tokens between -255 and 255 (got {given})")
+        raise ValueError(f"{key} must be tokens between -255 and 255 (got {numbers})")
 
 
 def _drafter(kind: str, raw: Mapping[str, Any], path: str, native_keys: Collection[str]) -> DrafterConfig:

@@ -1,5 +1,6 @@
 """`crossspec calibrate`, `oracle` and `trace`: what records say about routing, without an engine."""
 
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -95,7 +96,7 @@ def calibrate(
     """Search the router's threshold on records, for each category and for all (32 to 64 prompts each are enough).
 
     The threshold that is best on the mean of the categories is what belongs into `router.threshold`; those of the
-    single categories say how much a deployment that serves only one of them can still gain.
+    single categories into `router.by_category`, for requests that name theirs.
 
     Example: crossspec calibrate --records work/dev --policy neural --router work/router --picture thresholds.png
     """
@@ -114,6 +115,7 @@ def calibrate(
     rules = calibration.oracle_rules(loaded.records, loaded.value)
     paths, best_of_all = trajectories(loaded.records, loaded.records.texts), found.overall.thresholds
     rules[f"{policy}, {_numbers(best_of_all)}"] = signal.rule(paths, best_of_all)
+    rules[f"{policy}, by category"] = calibration.rule_by_category(loaded.records, signal, found)
     rows = calibration.table(loaded.records, rules, loaded.value)
     best = Table(title=f"Best {policy} threshold of {', '.join(names[:-1])} against {names[-1]}")
     for column in ("category", "threshold", loaded.value.name):
@@ -123,9 +125,12 @@ def calibrate(
     console = wide_console()
     console.print(best)
     console.print(_grid(rows, loaded))
-    thresholds = _numbers(found.overall.thresholds)
-    thresholds = f"[{thresholds}]" if len(names) > 2 else thresholds
-    typer.echo(f'use it with "policy": "{policy}", "threshold": {thresholds} in `router`')
+    settings = {
+        "policy": policy,
+        "threshold": _setting(found.overall.thresholds),
+        "by_category": {category: _setting(one.thresholds) for category, one in found.by_category.items()},
+    }
+    typer.echo(f"use them in the configuration as\n{json.dumps({'router': settings})}")
     if picture is not None:
         from vllm_crossspec.training.pictures import draw_calibration
 
@@ -332,6 +337,11 @@ def _text(records: "Records", number: int | None, category: str | None) -> Any:
         first = ", ".join(str(text.number) for text in records.texts[:8])
         raise ValueError(f"--text {number}: no such text among the records; the first ones are {first}")
     return texts[0]
+
+
+def _setting(thresholds: Sequence[float]) -> float | list[float]:
+    """As a configuration has them."""
+    return thresholds[0] if len(thresholds) == 1 else list(thresholds)
 
 
 def _numbers(thresholds: Sequence[float]) -> str:

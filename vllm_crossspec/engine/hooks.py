@@ -152,10 +152,11 @@ def _hook_request_validation() -> None:
     @functools.wraps(original)
     def validate_params(self: Any, params: Any, supported_tasks: Any) -> Any:
         result = original(self, params, supported_tasks)
-        if settings_of(self.vllm_config) is not None:
+        settings = settings_of(self.vllm_config)
+        if settings is not None:
             from vllm_crossspec.engine.requests import check_request
 
-            check_request(params)
+            check_request(params, settings.router.by_category if settings.router is not None else ())
         return result
 
     InputProcessor._validate_params = validate_params

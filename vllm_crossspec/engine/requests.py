@@ -1,5 +1,6 @@
 """What a single request may ask of its drafts, and what its parameters allow."""
 
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from vllm.exceptions import VLLMValidationError
@@ -7,7 +8,8 @@ from vllm.exceptions import VLLMValidationError
 from vllm_crossspec.types import CHAIN, NO_DRAFTS, TREE
 
 EXTRA_ARGUMENT = "crossspec"
-"""Key of a request's extra arguments (``SamplingParams.extra_args``, ``vllm_xargs`` over HTTP)."""
+CATEGORY = "crossspec_category"
+"""Keys of a request's extra arguments (``SamplingParams.extra_args``, ``vllm_xargs`` over HTTP)."""
 
 WARM_UP_REQUESTS = ("_warmup_", "_v2_mixed_warmup")
 """Beginnings of the names of requests that vLLM itself makes up to compile its kernels, before it captures graphs."""
@@ -23,24 +25,36 @@ class RequestError(VLLMValidationError, ValueError):
     """
 
 
-def check_request(sampling_params: Any) -> None:
+def check_request(sampling_params: Any, categories: Collection[str]) -> None:
     """Refuse a bad request, with one sentence.
 
+    Args:
+        sampling_params: of the request.
+        categories: that the engine's router knows.
+
     Raises:
-        RequestError: the extra argument is none of ours.
+        RequestError: an extra argument is none of ours.
     """
-    asked = _asked(sampling_params)
-    if asked is not None and (not isinstance(asked, str) or asked not in MODES):
-        raise RequestError(f"the extra argument {EXTRA_ARGUMENT!r} is {asked!r}; use one of {', '.join(MODES)}")
+    for key, known in ((EXTRA_ARGUMENT, MODES), (CATEGORY, categories)):
+        asked = _asked(sampling_params, key)
+        if asked is not None and (not isinstance(asked, str) or asked not in known):
+            allowed = f"use one of {', '.join(known)}" if known else "this server's router has no `by_category`"
+            raise RequestError(f"the extra argument {key!r} is {asked!r}; {allowed}")
 
 
 def opted_out(sampling_params: Any) -> bool:
     """Whether a request wants nothing drafted."""
-    return sampling_params is None or _asked(sampling_params) == "off"
+    return sampling_params is None or _asked(sampling_params, EXTRA_ARGUMENT) == "off"
 
 
-def _asked(sampling_params: Any) -> Any:
-    return (getattr(sampling_params, "extra_args", None) or {}).get(EXTRA_ARGUMENT)
+def category_number(sampling_params: Any, categories: Sequence[str]) -> int:
+    """1 + the place of a request's category among those that the router knows; 0 where it names none."""
+    asked = _asked(sampling_params, CATEGORY)
+    return 0 if asked is None else 1 + categories.index(asked)
+
+
+def _asked(sampling_params: Any, key: str) -> Any:
+    return (getattr(sampling_params, "extra_args", None) or {}).get(key)
 
 
 def draft_mode(sampling_params: Any, chains_only: bool = False) -> int:
@@ -54,7 +68,7 @@ def draft_mode(sampling_params: Any, chains_only: bool = False) -> int:
     """
     if sampling_params is None:
         return NO_DRAFTS
-    asked = MODES.get(_asked(sampling_params), TREE)
+    asked = MODES.get(_asked(sampling_params, EXTRA_ARGUMENT), TREE)
     along_a_chain = (
         chains_only
         or sampling_params.structured_outputs is not None

@@ -30,6 +30,8 @@ class RouterSettings(NamedTuple):
         policy: an entry of the registry (``router.policies``).
         drafters: [N] names in routing order.
         thresholds: [N - 1] numbers for every batch size, or None for "auto": what ``costs`` and ``checkpoint`` say.
+        by_category: those of requests that name a category, [N - 1] for each but the first, whose are ``thresholds``.
+        tempers: whether the entropy is that of the distribution at the request's temperature, not at 1.
         checkpoint: the trained router, if there is one.
         costs: of a round, as measured; None where they were not: all drafters then cost the same.
         fixed: number of the drafter of policy ``fixed``.
@@ -42,6 +44,8 @@ class RouterSettings(NamedTuple):
     policy: str
     drafters: tuple[str, ...]
     thresholds: tuple[float, ...] | None = None
+    by_category: tuple[tuple[float, ...], ...] = ()
+    tempers: bool = False
     checkpoint: RouterCheckpoint | None = None
     costs: RoundCosts | None = None
     fixed: int = 0
@@ -67,6 +71,9 @@ class Router:
             batch; only what the policy looks at.
         own: float32 [S, N, 2] by slot: tokens and rounds of its request with each drafter, where predictions are
             corrected.
+        categories: int32 [S] by slot: the number of its request's category, 0 for none.
+        scales: float32 [S] by slot: 1 / temperature of its request, 1 for a greedy one; None where the entropy is that
+            of the logits as they come.
         num_launches: kernel launches of a round.
         experience: what drafts have been worth, where the policy goes by that; else None.
         drift: how costs have changed since they were measured, where the policy goes by experience; None where it does
@@ -99,6 +106,8 @@ class Router:
             return torch.full(shape, value, dtype=dtype, device=device)
 
         self.previous = filled(max_num_reqs, value=-1, dtype=torch.int32)
+        self.categories = filled(max_num_reqs, dtype=torch.int32)
+        self.scales = filled(max_num_reqs, value=1) if settings.tempers else None
         self.entropy, self.gains = filled(max_num_reqs), filled(max_num_reqs, others)
         # Buffers that the policy does not use are there all the same, of the smallest size: kernels take no None.
         splits = kernels.entropy_splits(vocab_size) if self.needs_logits else 1
@@ -151,7 +160,8 @@ class Router:
         if costs is not None:
             parts = [(costs.draft[row], costs.verify[row], costs.switch[row]) for row in range(len(costs.batch_sizes))]
             seconds = [(costs.round_seconds(row), costs.switch[row]) for row in range(len(costs.batch_sizes))]
-        self._thresholds = torch.tensor(rows, dtype=torch.float32, device=self.device)
+        by_category = [[row, *settings.by_category] for row in rows]
+        self._thresholds = torch.tensor(by_category, dtype=torch.float32, device=self.device)
         self._seconds = torch.tensor(seconds, dtype=torch.float32, device=self.device)
         self._parts = torch.tensor(parts, dtype=torch.float32, device=self.device)
         self._measured_parts, self._factors = self._parts.clone(), torch.ones_like(self._parts[:, :1])
@@ -173,23 +183,27 @@ class Router:
         padding = torch.full_like(self.previous, -1)
         rows, sampled = padding.long(), torch.zeros_like(padding)
         for num_reqs in kernels.batch_variants(self.previous.shape[0]):
-            self.observe_logits(logits, rows[:num_reqs])
+            self.observe_logits(logits, rows[:num_reqs], padding[:num_reqs])
             self.decide(hidden_states, rows[:num_reqs], padding[:num_reqs], sampled, torch.empty_like(padding))
         if self.experience is not None:
             self.experience.num_rounds = 0
 
-    def observe_logits(self, logits: torch.Tensor, rows: torch.Tensor) -> None:
+    def observe_logits(self, logits: torch.Tensor, rows: torch.Tensor, idx_mapping: torch.Tensor) -> None:
         """Take what the entropy needs from the target's logits: one launch, none where the policy needs no entropy.
 
         The distribution is the one that the logits stand for as they come, at temperature 1, so that a threshold means
-        the same for greedy and for sampled requests.
+        the same for greedy and for sampled requests; or, under ``tempers``, the one at the request's temperature, as
+        in the paper (section 3.3.1: sampling has its probabilities at hand). No top-k, top-p or penalty is applied.
 
         Args:
             logits: float [L, V] in any precision; -inf forbids a token.
             rows: int64 [R] the row of each request's last accepted position; negative for none.
+            idx_mapping: int [R] slot of each request; negative: padding.
         """
         if self.needs_logits:
-            kernels.entropy_parts(logits=logits, rows=rows, parts=self._entropy_parts)
+            kernels.entropy_parts(
+                logits=logits, rows=rows, parts=self._entropy_parts, scales=self.scales, idx_mapping=idx_mapping
+            )
 
     def decide(
         self,
@@ -237,9 +251,26 @@ class Router:
             idx_mapping=idx_mapping,
             num_sampled=num_sampled,
             previous=self.previous,
+            categories=self.categories,
             own=self.own,
             out=kernels.Decision(out_routes, self.entropy, self.gains),
         )
+
+    @property
+    def asks_requests(self) -> bool:
+        """Whether routes depend on what a request is, beside what its text is; see :meth:`admit`."""
+        return bool(self.settings.by_category) or self.scales is not None
+
+    def admit(self, slots: torch.Tensor, categories: torch.Tensor, temperatures: torch.Tensor) -> None:
+        """Note what the requests are that have come into ``slots`` (int64 [n]).
+
+        Args:
+            categories: int32 [n] number of each one's category: 0 for none, else 1 + its place in ``by_category``.
+            temperatures: float32 [n], 0 for a greedy one.
+        """
+        self.categories.index_copy_(0, slots, categories)
+        if self.scales is not None:
+            self.scales.index_copy_(0, slots, torch.where(temperatures > 0, 1.0 / temperatures, 1.0))
 
     def release(self, slots: torch.Tensor) -> None:
         """Forget what ``slots`` (int64 [n]) did, for the requests that come into them."""

@@ -1,7 +1,8 @@
 """The router's decision in at most three launches: entropy of the target, its gains, and what follows from them.
 
 Shape legend: R requests of the batch, S request slots, L logits rows, V vocabulary, T target tokens of the step,
-H hidden size, m middle size of the router (H // 8), N drafters, the last of which is the reference.
+H hidden size, m middle size of the router (H // 8), N drafters, the last of which is the reference, C categories of
+requests.
 
 No launch makes a float32 copy of the logits, or anything else of the vocabulary's size: a part of a row becomes three
 numbers in registers. No launch uses atomics: the same inputs give the same bits.
@@ -49,8 +50,11 @@ def _entropy_parts_kernel(
     vocab_size,
     rows_ptr,  # int64 [R]
     num_rows,
+    scales_ptr,  # float32 [S]
+    idx_mapping_ptr,  # int [R]
     parts_ptr,  # float32 [R, splits, 3]
     parts_stride,
+    SCALES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
@@ -63,6 +67,9 @@ def _entropy_parts_kernel(
     element = wanted[:, None] & (v < vocab_size)[None, :]
     x = tl.load(logits_ptr + (row * logits_stride)[:, None] + v[None, :], mask=element, other=float("-inf"))
     x = x.to(tl.float32)
+    if SCALES:
+        slot = tl.load(idx_mapping_ptr + r, mask=wanted, other=-1).to(tl.int64)
+        x *= tl.load(scales_ptr + slot, mask=slot >= 0, other=1.0)[:, None]
     # Tokens that a grammar forbids are at -inf, perhaps all of this part: -inf - -inf and 0 * -inf are no numbers.
     # A NaN compares false and so counts as forbidden.
     possible = x > float("-inf")
@@ -82,7 +89,14 @@ def entropy_splits(vocab_size: int) -> int:
     return -(-vocab_size // ENTROPY_BLOCK)
 
 
-def entropy_parts(*, logits: torch.Tensor, rows: torch.Tensor, parts: torch.Tensor) -> None:
+def entropy_parts(
+    *,
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    parts: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    scales: torch.Tensor | None = None,
+) -> None:
     """Reduce chosen rows of logits to what their entropy needs, part by part; one launch.
 
     With M the largest logit x of a part: M, Z = sum of exp(x - M), and sum of (x - M) exp(x - M). The entropy of a
@@ -92,6 +106,8 @@ def entropy_parts(*, logits: torch.Tensor, rows: torch.Tensor, parts: torch.Tens
         logits: float [L, V] in any precision; read once, in its own type. -inf forbids a token; it counts for nothing.
         rows: int64 [R] the logits row of each request; rows outside 0..L-1 are padding and not read.
         parts: float32 [at least R, splits, 3], its first R rows are written; (-inf, 0, 0) for padding.
+        idx_mapping: int [R] slot of each request; negative for padding.
+        scales: float32 [S] above 0, what each slot's logits are multiplied by: 1 / temperature. None: nothing.
     """
     num_rows, splits = rows.shape[0], parts.shape[1]
     assert logits.stride(1) == 1 and parts.is_contiguous() and parts.shape[0] >= num_rows
@@ -105,8 +121,11 @@ def entropy_parts(*, logits: torch.Tensor, rows: torch.Tensor, parts: torch.Tens
         logits.shape[1],
         rows,
         num_rows,
+        parts if scales is None else scales,
+        idx_mapping,
         parts,
         parts.stride(0),
+        SCALES=scales is not None,
         BLOCK_R=block_r,
         BLOCK_V=ENTROPY_BLOCK,
     )
@@ -260,7 +279,7 @@ class Rule(NamedTuple):
     Attributes:
         policy: FIXED, ENTROPY, NEURAL or GOODPUT.
         fixed: drafter of FIXED.
-        thresholds: float32 [N - 1] of ENTROPY (nats) and NEURAL (tokens).
+        thresholds: float32 [C, N - 1] of ENTROPY (nats) and NEURAL (tokens), by category of request.
         costs: float32 [2, N] of GOODPUT, for the current batch size: seconds of a round (draft and verification) with
             each drafter, and of a switch to it.
         mean_lengths: float32 [N] acceptance length of each drafter as a rule, tokens; the reference's of GOODPUT, all
@@ -332,7 +351,8 @@ def _decide_kernel(
     entropy_parts_ptr,  # float32 [R, splits, 3]
     gain_parts_ptr,  # float32 [R, blocks, N - 1]
     b2_ptr,  # float32 [N - 1]
-    thresholds_ptr,  # float32 [N - 1]
+    thresholds_ptr,  # float32 [C, N - 1]
+    categories_ptr,  # int32 [S]
     costs_ptr,  # float32 [2, N]
     mean_lengths_ptr,  # float32 [N]
     own_ptr,  # float32 [S, N, 2]
@@ -360,6 +380,7 @@ def _decide_kernel(
     decides = (slot >= 0) & (sampled > 0)
     slot = tl.where(decides, slot, 0)
     previous = tl.load(previous_ptr + slot, mask=decides, other=-1)
+    thresholds_ptr += tl.load(categories_ptr + slot, mask=decides, other=0).to(tl.int64) * GAINS
     r = r.to(tl.int64)
 
     # The reference is the last drafter, and every rule begins with it.
@@ -426,6 +447,7 @@ def decide(
     idx_mapping: torch.Tensor,
     num_sampled: torch.Tensor,
     previous: torch.Tensor,
+    categories: torch.Tensor,
     own: torch.Tensor,
     out: Decision,
 ) -> None:
@@ -451,11 +473,12 @@ def decide(
         num_sampled: int32 [at least R] accepted tokens; 0 inside a prompt.
         previous: int32 [S] last drafter of every slot, -1 for none; takes the new one. Rows that are padding or inside
             a prompt get route -1 and leave it alone.
+        categories: int32 [S] of every slot's request: the row of its thresholds.
         own: float32 [S, N, 2] of a rule that corrects: tokens and rounds of every slot's request by drafter; takes in
             the round that has ended. Not looked at by other rules.
         out: written.
     """
-    num_rows, num_gains = idx_mapping.shape[0], rule.thresholds.shape[0]
+    num_rows, num_gains = idx_mapping.shape[0], rule.thresholds.shape[1]
     splits = entropy_parts.shape[1]
     assert rule.costs.shape == (2, num_gains + 1) and rule.costs.is_contiguous() and rule.thresholds.is_contiguous()
     assert rule.mean_lengths.shape == (num_gains + 1,) and own.is_contiguous()
@@ -466,6 +489,7 @@ def decide(
         gain_parts,
         b2,
         rule.thresholds,
+        categories,
         rule.costs,
         rule.mean_lengths,
         own,

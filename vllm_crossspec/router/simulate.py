@@ -74,10 +74,14 @@ class Outcome(NamedTuple):
 
     def tokens_per_second(self, costs: RoundCosts, batch_size: int = 1) -> float:
         """Of one request in a batch of this size: its tokens over its rounds' drafts, verifications and switches."""
+        seconds = float(self.seconds(costs, batch_size).sum())
+        return float(self.tokens.sum()) / seconds if seconds > 0 else 0.0
+
+    def seconds(self, costs: RoundCosts, batch_size: int = 1) -> torch.Tensor:
+        """float64 [T] what the rounds and switches of each text take."""
         row = costs.row(batch_size)
-        seconds = self.rounds.sum(dim=0).double() @ torch.tensor(costs.round_seconds(row), dtype=torch.float64)
-        seconds += (self.switches.sum(dim=0).double() * _switch_seconds(costs, row)).sum()
-        return float(self.tokens.sum()) / float(seconds) if seconds > 0 else 0.0
+        rounds = self.rounds.double() @ torch.tensor(costs.round_seconds(row), dtype=torch.float64)
+        return rounds + (self.switches.double() * _switch_seconds(costs, row)).sum(dim=(1, 2))
 
 
 def _switch_seconds(costs: RoundCosts, row: int) -> torch.Tensor:
@@ -179,6 +183,24 @@ def by_corrected_gain(
         drafters = _last_argmax(above)
         tokens[own, drafters] = OWN_MEMORY * tokens[own, drafters] + steps[at, drafters]
         rounds[own, drafters] = OWN_MEMORY * count[torch.arange(len(at)), drafters] + 1
+        return drafters
+
+    return rule
+
+
+def by_group(rules: Sequence[Rule], group_of: torch.Tensor) -> Rule:
+    """Each record by the rule of its group.
+
+    Args:
+        rules: of each group.
+        group_of: int64 [M] number of the group that each record is of.
+    """
+
+    def rule(at: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        drafters = torch.empty_like(at)
+        for number, of_group in enumerate(rules):
+            mine = group_of[at] == number
+            drafters[mine] = of_group(at[mine], before[mine])
         return drafters
 
     return rule

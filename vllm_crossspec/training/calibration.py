@@ -154,6 +154,17 @@ def oracle_rules(records: Records, value: Value) -> dict[str, Rule]:
     return rules
 
 
+def rule_by_category(records: Records, signal: Signal, found: Calibration) -> Rule:
+    """The policy with every category's own thresholds, for one walk."""
+    paths, groups = trajectories(records, records.texts), groups_of(records)
+    group_of = torch.zeros(len(records.entropy), dtype=torch.int64)
+    for number, texts in enumerate(groups.values()):
+        for text in (records.texts[index] for index in texts):
+            group_of[text.start : text.end] = number
+    rules = [signal.rule(paths, found.by_category[category].thresholds) for category in groups]
+    return simulate.by_group(rules, group_of)
+
+
 def goodput_rule(records: Records, value: Value, turns: Sequence[int] | None = None) -> Rule:
     """Policy ``goodput`` without a model, at these costs, which must be known.
 

@@ -1,10 +1,14 @@
 """Routing as the runner sees it: the logits that the router needs, and what is timed for it (WhiFlash)."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_crossspec.engine.features.base import Feature
+from vllm_crossspec.engine.requests import category_number
 from vllm_crossspec.engine.speculators.routed import RoutedSpeculator
 from vllm_crossspec.engine.startup import round_costs
 from vllm_crossspec.engine.step import Step
@@ -23,6 +27,9 @@ class Routing(Feature):
         super().__init__(runner)
         self.speculator: RoutedSpeculator = runner.speculator
         self._is_measured = False
+        settings = self.speculator.settings.router
+        assert settings is not None
+        self._categories = list(settings.by_category)
         self._last_rows = torch.zeros(runner.max_num_reqs, dtype=torch.int64, device=runner.device)
 
     @staticmethod
@@ -44,6 +51,20 @@ class Routing(Feature):
             return logits
 
         runner.model.compute_logits = compute_logits
+
+    def added(self, requests: Sequence[Any], slots: list[int]) -> None:
+        """Tell a router what it asks of requests: three small copies to the device, no wait."""
+        router, device = self.speculator.router, self.runner.device
+        if not router.asks_requests:
+            return
+        parameters = [request.sampling_params for request in requests]
+        numbers = [category_number(given, self._categories) for given in parameters]
+        temperatures = [given.temperature if given is not None else 0.0 for given in parameters]
+        router.admit(
+            async_tensor_h2d(np.array(slots, dtype=np.int64), device=device),
+            async_tensor_h2d(np.array(numbers, dtype=np.int32), device=device),
+            async_tensor_h2d(np.array(temperatures, dtype=np.float32), device=device),
+        )
 
     def captured(self) -> None:
         """Compile the router's kernels, and measure what it weighs."""
@@ -81,7 +102,7 @@ class Routing(Feature):
             last_rows(cu_num_logits=batch.cu_num_logits, num_sampled=state.num_sampled, path=state.path, rows=rows)
         else:
             rows = batch.cu_num_logits[1:].long() - 1
-        self.speculator.router.observe_logits(logits, rows)
+        self.speculator.router.observe_logits(logits, rows, batch.idx_mapping[: batch.num_reqs])
 
     def reset(self) -> None:
         """See the base class."""

@@ -31,7 +31,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from vllm_crossspec.config import settings_of
 from vllm_crossspec.engine.jobs.client import Client, Conversation, Generation, Timing
+from vllm_crossspec.engine.requests import CATEGORY
 from vllm_crossspec.twins import runs_kernels
 
 Emit = Callable[..., None]
@@ -112,6 +114,8 @@ class Measured:
     def __init__(self, llm: Any, job: dict[str, Any], emit: Emit):
         self._llm, self._job, self._emit = llm, job, emit
         self._rows = [row for group in job["groups"] for row in group["prompts"]]
+        settings = settings_of(llm.llm_engine.vllm_config)
+        self._categories = settings.router.by_category if settings is not None and settings.router is not None else {}
         for row in self._rows:
             Conversation(llm, row, job["chat"]).next_prompt(llm.model_config.max_model_len)
 
@@ -132,7 +136,7 @@ class Measured:
                 continue
             before, routes = _device_rows(self._llm), _routes(self._llm)
             started = time.perf_counter()
-            answers = self._answer(group["prompts"][:most], batch_size)
+            answers = self._answer(group["prompts"][:most], batch_size, group["category"])
             seconds = time.perf_counter() - started
             generations = [generation for generation, _ in answers]
             self._emit(
@@ -151,11 +155,18 @@ class Measured:
         first = [{**row, "turns": row["turns"][:1]} for row in self._some(batch_size)]
         Client(self._llm, short, batch_size, lambda num_tokens: None).answer(self._conversations(first))
 
-    def _answer(self, rows: list[dict[str, Any]], batch_size: int) -> list[tuple[Generation, Timing]]:
+    def _answer(
+        self, rows: list[dict[str, Any]], batch_size: int, category: str | None = None
+    ) -> list[tuple[Generation, Timing]]:
+        """Requests name the category where the engine's router has thresholds of it."""
+
         def report(num_tokens: int) -> None:
             self._emit("progress", num_tokens=num_tokens)
 
-        return Client(self._llm, self._job["sampling"], batch_size, report).answer(self._conversations(rows))
+        sampling = dict(self._job["sampling"])
+        if category in self._categories:
+            sampling["extra_args"] = {CATEGORY: category}
+        return Client(self._llm, sampling, batch_size, report).answer(self._conversations(rows))
 
     def _conversations(self, rows: list[dict[str, Any]]) -> list[Conversation]:
         return [Conversation(self._llm, row, self._job["chat"]) for row in rows]
@@ -179,8 +190,6 @@ def _device_rows(llm: Any) -> int | None:
     stats = llm.collective_rpc("crossspec_stats")[0]
     if stats is None:
         return None
-    from vllm_crossspec.config import settings_of
-
     settings = settings_of(llm.llm_engine.vllm_config)
     rows = 1 if settings is None else settings.rows_per_node
     return sum(rows * (s["drafts"] + s["draft_tokens"]) for s in stats.values())

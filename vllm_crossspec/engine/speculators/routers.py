@@ -28,6 +28,8 @@ def make_router(settings: CrossSpecConfig, vllm_config: Any, device: torch.devic
             policy=router.policy,
             drafters=order,
             thresholds=_thresholds(router.threshold),
+            by_category=tuple(router.by_category.values()),
+            tempers=router.entropy_of == "sampling",
             checkpoint=checkpoint,
             costs=None if router.costs is None else read_costs(router.costs, order, "speculative_config.router.costs"),
             fixed=order.index(settings.active),
