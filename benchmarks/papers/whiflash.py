@@ -5,10 +5,14 @@ oracle goes over the same texts (``router.simulate``). Thresholds are judged on 
 category every second text is one half, and each half goes by what is best on the other.
 """
 
+import json
+import subprocess
+import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +21,7 @@ from intervals import Interval, Walk, gain_of_groups, rate, rate_of_groups
 from shapes import NUM_DFLASH_TAPS, SHAPES, Shape
 
 from papers.base import Figures, PaperTable
+from vllm_crossspec.cli.options import parse_json
 from vllm_crossspec.cli.router import parse_numbers
 from vllm_crossspec.router import simulate
 from vllm_crossspec.router.checkpoint import RouterCheckpoint, read_router
@@ -214,14 +219,15 @@ def backlogs(paths: Trajectories, rule: Rule) -> np.ndarray:
 
     Before its first round a drafter has missed what others have had accepted; the prompt is everybody's.
     """
-    text_of = torch.repeat_interleave(torch.arange(len(paths.starts)), paths.ends - paths.starts)
-    first_row = int(paths.starts.min())
+    text_of = torch.zeros(len(paths.lengths), dtype=torch.int64)
+    for text, (start, end) in enumerate(zip(paths.starts.tolist(), paths.ends.tolist(), strict=True)):
+        text_of[start:end] = text
     known_to = paths.starts[:, None].repeat(1, paths.lengths.shape[1])
     before = torch.full((len(paths.starts),), -1)
     missed = []
 
     def note(at: torch.Tensor, drafters: torch.Tensor) -> None:
-        texts = text_of[at - first_row]
+        texts = text_of[at]
         switched = (before[texts] >= 0) & (before[texts] != drafters)
         missed.append((at - known_to[texts, drafters])[switched])
         known_to[texts, drafters] = at
@@ -237,20 +243,60 @@ def backlog_table(options: Namespace) -> list[Figures]:
     signals = {"entropy": judge.signal("entropy")} | ({"neural": judge.signal("neural")} if judge.router else {})
     rows, values = [], []
     for name, signal in signals.items():
-        at = judge.at_thresholds(signal, calibration.grid_of(signal.values.flatten(), options.points))
-        best = max(at, key=lambda t: judge.cells(at[t])[1].seen)
+        facts = None if judge.router is None else judge.router.facts
+        (threshold,) = judge.value.auto_thresholds(signal.policy, facts, 2)
         for category, texts in judge.groups.items():
             paths = trajectories(judge.records, [judge.records.texts[text] for text in texts])
-            found = backlogs(paths, signal.rule(paths, (best,)))
+            found = backlogs(paths, signal.rule(paths, (threshold,)))
             tokens = int((paths.ends - paths.starts).sum())
             median, p90 = np.percentile(found, (50, 90))
             shown = (f"{len(found)}", f"{100 * len(found) / tokens:.1f}", f"{found.mean():.1f}", f"{median:.0f}")
-            rows.append([f"{name}, {best:g}", category, *shown, f"{p90:.0f}"])
+            rows.append([f"{name}, {threshold:.2f}", category, *shown, f"{p90:.0f}"])
             figures = {"mean": float(found.mean()), "median": float(median), "p90": float(p90)}
-            values.append({"row": name, "threshold": best, "category": category, "switches": len(found), **figures})
+            values.append(
+                {"row": name, "threshold": threshold, "category": category, "switches": len(found), **figures}
+            )
     header = ("policy, threshold", "", "switches", "in 100 tokens", "missed, mean", "median", "90th percentile")
-    note = f"{judge.note.replace('; 95 % intervals', '')} The threshold is the best of these very texts."
+    note = f'{judge.note.replace("; 95 % intervals", "")} Thresholds are "auto".'
     return [Figures("tokens missed at a switch", header, rows, values, note)]
+
+
+# -- tables 3 and 11 ------------------------------------------------------------------------------------------
+
+
+def lazy_table(options: Namespace) -> list[Figures]:
+    """Tables 3 and 11: an engine whose inactive drafters wait, and one whose drafters catch up in every round."""
+    given = parse_json("--spec", options.spec, options.spec.read_text())
+    if "router" not in given:
+        raise ValueError(f"--spec {options.spec} has no `router`: there is nobody to wait")
+    with TemporaryDirectory() as folder:
+        asked, document = [], Path(folder) / "bench.json"
+        for name, lazy in (("lazy", True), ("eager", False)):
+            asked += ["--spec", str(Path(folder) / f"{name}.json")]
+            Path(asked[-1]).write_text(json.dumps({**given, "router": {**given["router"], "lazy": lazy}}))
+        for name in ("model", "prompts", "limit", "batch_sizes", "repeats", "max_tokens", "max_model_len", "dtype"):
+            if (value := getattr(options, name)) is not None:
+                asked += [f"--{name.replace('_', '-')}", str(value)]
+        command = [sys.executable, "-m", "vllm_crossspec.cli.app", "bench", *asked, "--json", str(document)]
+        if status := subprocess.run(command, stdout=sys.stderr, check=False).returncode:
+            raise ValueError(f"crossspec bench ended with {status}; what it says is above")
+        found = json.loads(document.read_text())["rows"]
+    totals = [row for row in found if row["category"] == "all" and row["method"] != "plain"]
+    rows, values = [], []
+    for batch_size in dict.fromkeys(row["batch_size"] for row in totals):
+        lazy, eager = (
+            next(row for row in totals if row["batch_size"] == batch_size and row["method"] == name)
+            for name in ("lazy", "eager")
+        )
+        turns = [b / a for a, b in zip(lazy["seconds_by_repeat"], eager["seconds_by_repeat"], strict=True)]
+        shown = (f"{lazy['num_target_calls']}", f"{eager['num_target_calls']}")
+        rates = (f"{lazy['tokens_per_second']:.1f}", f"{eager['tokens_per_second']:.1f}")
+        more = ", ".join(f"{100 * (turn - 1):+.1f} %" for turn in turns)
+        rows.append([str(batch_size), str(lazy["num_tokens"]), *shown, *rates, more])
+        values.append({"batch_size": batch_size, "lazy": lazy, "eager": eager, "gain_by_turn": turns})
+    header = ("requests", "tokens", "calls, lazy", "calls, eager", "tokens/s, lazy", "tokens/s, eager", "lazy, by turn")
+    note = "Both texts are plain's where `crossspec bench` ends well. Seconds are this machine's."
+    return [Figures("lazy catch-up and none", header, rows, values, note)]
 
 
 # -- tables 5 and 13 ------------------------------------------------------------------------------------------
@@ -329,6 +375,19 @@ def _thresholds_options(parser: ArgumentParser) -> None:
     parser.add_argument("--correct", action="store_true", help="correct predictions by a request's own rounds, as ours")
 
 
+def _lazy_options(parser: ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, help="folder or hub id of the target")
+    add("--spec", type=Path, required=True, help="file with a routed --speculative-config")
+    add("--prompts", help="as `crossspec bench` takes them. Default: the demo's")
+    add("--limit", help="prompts of each category")
+    add("--batch-sizes", default="1,8", help="most requests at a time")
+    add("--repeats", default="3", help="turns of both")
+    add("--max-tokens", default="128", help="of an answer")
+    add("--max-model-len", help="as vLLM's")
+    add("--dtype", default="float32", help="as vLLM's")
+
+
 def _memory_options(parser: ArgumentParser) -> None:
     parser.add_argument("--shapes", default="4b,8b", help=f"of {', '.join(PEAKS)}")
     parser.add_argument("--requests", type=int, default=32, help="that run at most (max_num_seqs)")
@@ -342,6 +401,7 @@ TABLES: Mapping[str, PaperTable] = {
         main_table,
     ),
     "table-2": PaperTable("the neural router at thresholds, by category", _thresholds_options, thresholds_table),
+    "table-3": PaperTable("lazy catch-up beside none, in an engine; also table 11", _lazy_options, lazy_table),
     "table-13": PaperTable("memory of target, drafters and router; table 5 is its 8B", _memory_options, memory_table),
     "figure-2": PaperTable(
         "how acceptance lengths change within a text, in numbers",
