@@ -127,9 +127,7 @@ def test_lazy_and_eager_engines_are_put_side_by_side(monkeypatch, tmp_path):
         return SimpleNamespace(returncode=0)
 
     monkeypatch.setattr(whiflash.subprocess, "run", run)
-    options = paper_tables.arguments(
-        paper_tables.tables(), ["whiflash", "table-3", "--model", "m", "--spec", str(spec)]
-    )
+    options = paper_tables.arguments(["whiflash", "table-3", "--model", "m", "--spec", str(spec)])
     (made,) = options.make(options)
     assert asked == {name: {"policy": "entropy", "lazy": name == "lazy"} for name in ("lazy", "eager")}
     assert made.values[0]["gain_by_turn"] == [1.5, 1.25]
