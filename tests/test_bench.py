@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from commands import crossspec as run_command
 from played import GENERATE, spec_file
@@ -67,6 +68,16 @@ def test_rows_count_what_happened():
 def test_identity_is_unknown_without_plain():
     alone = rows.Run(method="eagle3", environment={}, groups={"chat": {"seconds": 0.0, "generations": []}})
     assert {row.identical_to_plain for row in rows.rows([alone])} == {None}
+
+
+def test_the_interval_of_an_acceptance_length_is_over_texts():
+    """Of 400 texts it is as wide as 1.96 deviations of their mean; texts that are alike have none, one says nothing."""
+    accepted = np.random.default_rng(3).integers(0, 9, 400)
+    low, high = rows.acceptance_interval([[0] * n + [4] for n in accepted])
+    mean = 1 + accepted.mean()
+    assert [mean - low, high - mean] == pytest.approx([1.96 * accepted.std() / 20] * 2, rel=0.15)
+    assert rows.acceptance_interval([[1, 1], [2, 2], []]) == [1.5, 1.5]
+    assert rows.acceptance_interval([[1, 1], []]) is None and rows.acceptance_interval([[], []]) is None
 
 
 def test_positions_from_histograms():

@@ -11,6 +11,8 @@ import numpy as np
 ALL = "all"
 PLAIN = "plain"
 PERCENTILES = (50, 90, 99)
+DRAWS = 1000
+"""Of the bootstrap."""
 PARTS = ("target", "draft", "rest")
 """Of a round."""
 
@@ -60,6 +62,8 @@ class Row:
         seconds_by_repeat: that of each.
         batch_size: most requests at a time.
         repeats: how many times all prompts were answered.
+        acceptance_interval: where 95 % of the acceptance lengths lie that drawing other prompts (bootstrap) would give;
+            None of fewer than two prompts, and without drafts.
         num_rounds: target calls that verified a draft (or, for `plain`, decoded a token); of the first repeat, as all
             counts are.
         rounds_by_repeat: the same of each: a router that learns needs other ones the next time.
@@ -94,6 +98,7 @@ class Row:
     seconds_by_repeat: list[float]
     batch_size: int
     repeats: int
+    acceptance_interval: list[float] | None
     num_rounds: int
     rounds_by_repeat: list[int]
     tokens_per_call: float | None
@@ -165,6 +170,7 @@ def _rows_of(
             num_target_calls=num_calls,
             num_verified_tokens=None if -1 in counts else sum(counts),
             acceptance_length=1.0 + sum(accepted) / num_drafts if num_drafts else 1.0,
+            acceptance_interval=acceptance_interval([g["accepted_histogram"] for g in generations]),
             accepted_per_position=accepted,
             identical_to_plain=all(_identical(*pair, names) for pair in pairs) if pairs else None,
             seconds=statistics.median(seconds := [_seconds(run, names) for run in repeats]),
@@ -214,6 +220,23 @@ def percentiles(values: Iterable[float]) -> Percentiles | None:
     if not found:
         return None
     return {f"p{p}": float(value) for p, value in zip(PERCENTILES, np.percentile(found, PERCENTILES), strict=True)}
+
+
+def acceptance_interval(histograms: Sequence[Sequence[int]], seed: int = 0) -> list[float] | None:
+    """The bootstrap's 95 % interval of the acceptance length, over texts.
+
+    Args:
+        histograms: of each text, how many of its rounds accepted 0, 1, ... draft tokens; empty where none was drafted.
+        seed: of the draws.
+    """
+    texts = [histogram for histogram in histograms if sum(histogram)]
+    if len(texts) < 2:
+        return None
+    rounds = np.array([sum(histogram) for histogram in texts])
+    accepted = np.array([sum(i * count for i, count in enumerate(histogram)) for histogram in texts])
+    picks = np.random.default_rng(seed).integers(0, len(texts), (DRAWS, len(texts)))
+    lengths = 1.0 + accepted[picks].sum(1) / rounds[picks].sum(1)
+    return [float(bound) for bound in np.quantile(lengths, [0.025, 0.975])]
 
 
 def accepted_per_position(histograms: Sequence[Sequence[int]]) -> list[int]:
