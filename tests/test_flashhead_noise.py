@@ -109,17 +109,6 @@ def test_other_positions_and_seeds_give_other_choices():
             assert not torch.equal(head.choose(hidden, changed), chosen)
 
 
-def test_candidates_that_a_margin_leaves_out_stay_out():
-    hidden, weight, assets = make((20, 16, 40, 8, 20, ()))
-    keys = keys_for(20)
-    (by_kernels, by_operations), _ = heads(weight, assets, None, margin=0.1)
-    ids = by_kernels.choose(hidden, keys)
-    assert torch.equal(ids, by_operations.choose(hidden, keys))
-    clusters = probed_clusters(hidden, assets, 20, margin=0.1)
-    assert (clusters[torch.arange(20), -1] < 0).any()
-    assert (clusters == assets.assignments[ids.cpu()][:, None]).any(dim=1).all()
-
-
 # -- narrow centroids -----------------------------------------------------------------------------------------------
 
 

@@ -175,7 +175,6 @@ def make_head(
         weight,
         assets,
         num_probes=drafts.head.num_probes,
-        margin=drafts.head.margin,
         max_rows=max_rows,
         top_k=top_k,
         is_coupled=drafts.is_coupled,

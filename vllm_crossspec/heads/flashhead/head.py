@@ -46,8 +46,6 @@ class FlashHead:
             ``grouped``.
         assets: its clusters.
         num_probes: P; None: what the assets name. More find the dense head's token more often and cost more.
-        margin: probe fewer where the best cluster stands out: only those whose cosine to the state is at most so much
-            below the best one's (section 5.3 names the idea). None: always P.
         max_rows: most rows of a batch.
         top_k: K of :meth:`top_tokens`; 0: it is never called.
         is_coupled: whether calls may bring noise.
@@ -67,7 +65,6 @@ class FlashHead:
         assets: Assets,
         *,
         num_probes: int | None = None,
-        margin: float | None = None,
         max_rows: int = 1,
         top_k: int = 0,
         is_coupled: bool = False,
@@ -83,7 +80,6 @@ class FlashHead:
                 "make them with `crossspec flashhead build` from this model"
             )
         self.num_probes = check_probes(assets.num_probes if num_probes is None else num_probes, num_clusters)
-        self.margin = check_margin(margin)
         if not 0 <= top_k <= MAX_TOP_K:
             raise ValueError(f"top_k {top_k}: the head gives at most {MAX_TOP_K} candidates")
         self.max_rows, self.top_k = max_rows, top_k
@@ -152,7 +148,8 @@ class FlashHead:
         self, hidden: torch.Tensor, noise: Noise | None, is_unique: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores and ids [B, N] by PyTorch operations."""
-        clusters = torch_ops.select_clusters(hidden, self._centroids, self.num_probes, self.margin)
+        scores = torch_ops.score_centroids(hidden, self._centroids)
+        clusters = torch_ops.select_clusters(scores, self.num_probes)
         scores, ids = torch_ops.score(hidden, self._tokens, clusters, is_unique)
         if noise is not None:
             noise(scores, ids, None)
@@ -163,7 +160,7 @@ class FlashHead:
         buffers = self._buffers
         assert not keeps_all or buffers.candidate_scores.shape[1], "made without is_coupled"
         kernels.score_centroids(hidden=hidden, centroids=self._centroids, scores=buffers.scores, scales=self._scales)
-        kernels.select_clusters(scores=buffers.scores, hidden=hidden, clusters=buffers.clusters, margin=self.margin)
+        kernels.select_clusters(scores=buffers.scores[: len(hidden)], clusters=buffers.clusters)
         kernels.score_tokens(hidden=hidden, tokens=self._tokens, buffers=buffers, keeps_all=keeps_all)
         if noise is not None:
             rows = len(hidden)
@@ -190,13 +187,6 @@ def check_probes(num_probes: int, num_clusters: int, key: str = "num_probes") ->
     if not 1 <= num_probes <= num_clusters:
         raise ValueError(f"{key} {num_probes}: give 1 to {num_clusters}, the number of clusters")
     return num_probes
-
-
-def check_margin(margin: float | None, key: str = "margin") -> float | None:
-    """The margin itself; ValueError where it is no difference of cosines."""
-    if margin is not None and not 0 <= margin <= 2:
-        raise ValueError(f"{key} {margin}: give a difference of cosines, 0 to 2")
-    return margin
 
 
 def _tokens(weight: torch.Tensor, assets: Assets, grouped: bool) -> kernels.Tokens:
