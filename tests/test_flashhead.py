@@ -50,10 +50,10 @@ def heads(weight, assets, **settings):
             yield head
 
 
-def probed_clusters(hidden, assets, num_probes, margin=None):
+def probed_clusters(hidden, assets, num_probes):
     centroids = F.normalize(assets.centroids.to(DEVICE), dim=1)
     scores = naive.score_centroids(hidden.float(), centroids)
-    return naive.select_clusters(scores, hidden, num_probes, margin)
+    return naive.select_clusters(scores, num_probes)
 
 
 # -- kernels against twins ----------------------------------------------------------------------------------------
@@ -82,8 +82,7 @@ def test_centroids_in_half_precision_are_read_as_such():
 
 
 @pytest.mark.parametrize("num_clusters", [1, 7, 64, 300])
-@pytest.mark.parametrize("margin", [None, 0.0, 0.15, 2.0])
-def test_selected_clusters(num_clusters, margin):
+def test_selected_clusters(num_clusters):
     generator = torch.Generator().manual_seed(num_clusters)
     for num_probes in sorted({1, min(5, num_clusters), num_clusters}):
         scores = torch.randn(9, num_clusters, generator=generator)
@@ -94,21 +93,19 @@ def test_selected_clusters(num_clusters, margin):
         scores[4, ::2] = float("-inf")
         scores[5, ::3] = float("nan")
         scores[6] *= 1e30
-        hidden = torch.randn(9, 13, generator=generator)
         clusters = poisoned(11, num_probes)
-        kernels.select_clusters(scores=scores.to(DEVICE), hidden=hidden.to(DEVICE), clusters=clusters, margin=margin)
-        assert torch.equal(clusters[:9].cpu(), naive.select_clusters(scores, hidden, num_probes, margin))
+        kernels.select_clusters(scores=scores.to(DEVICE), clusters=clusters)
+        assert torch.equal(clusters[:9].cpu(), naive.select_clusters(scores, num_probes))
         assert (clusters[9:] == POISON).all()
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("margin", [None, 0.1])
-def test_best_and_best_few_are_the_twins(shape, margin):
+def test_best_and_best_few_are_the_twins(shape):
     hidden, weight, assets = make(shape)
     num_probes, k = assets.num_probes, 6
-    clusters = probed_clusters(hidden, assets, num_probes, margin)
+    clusters = probed_clusters(hidden, assets, num_probes)
     expected = naive.top_tokens(hidden.cpu(), weight.cpu(), assets.members, assets.special_token_ids, clusters, k)
-    for head in heads(weight, assets, margin=margin, max_rows=len(hidden) + 3, top_k=k):
+    for head in heads(weight, assets, max_rows=len(hidden) + 3, top_k=k):
         assert torch.equal(head.best_token(hidden).cpu(), expected[0][:, 0])
         found = head.top_tokens(hidden)
         assert torch.equal(found.tokens.cpu(), expected[0])
@@ -144,16 +141,15 @@ def test_with_all_clusters_probed_it_is_the_dense_head(shape):
         torch.testing.assert_close(found.log_probs.cpu(), best.values, **TOLERANCE)
 
 
-@pytest.mark.parametrize("margin", [None, 0.2])
-def test_wherever_the_right_cluster_is_probed_it_is_the_dense_token(margin):
+def test_wherever_the_right_cluster_is_probed_it_is_the_dense_token():
     shape = (24, 24, 30, 9, 6, (11, 12))
     hidden, weight, assets = make(shape, seed=2)
     dense = (hidden @ weight.t()).argmax(dim=1).cpu()
-    clusters = probed_clusters(hidden, assets, assets.num_probes, margin)
+    clusters = probed_clusters(hidden, assets, assets.num_probes)
     is_found = (clusters == assets.assignments[dense][:, None]).any(dim=1)
     is_found |= torch.isin(dense, torch.tensor(assets.special_token_ids))
     assert 0.2 < is_found.float().mean() < 0.95  # both cases are there
-    for head in heads(weight, assets, margin=margin, max_rows=24):
+    for head in heads(weight, assets, max_rows=24):
         found = head.best_token(hidden).cpu()
         assert torch.equal(found == dense, is_found)
 
@@ -189,7 +185,7 @@ def test_values_that_are_no_numbers_are_never_chosen():
     hidden, weight, assets = make((2, 12, 6, 4, 6, (1,)), seed=5)
     weight[3], weight[1] = float("nan"), float("nan")
     expected = (hidden @ weight.t()).nan_to_num(nan=float("-inf")).argmax(dim=1)
-    for head in (*heads(weight, assets, max_rows=2, top_k=3), *heads(weight, assets, max_rows=2, top_k=3, margin=2.0)):
+    for head in heads(weight, assets, max_rows=2, top_k=3):
         assert torch.equal(head.best_token(hidden), expected)
         assert head.top_tokens(hidden).log_probs.isfinite().all()
         lost = torch.full_like(hidden, float("nan"))
@@ -203,15 +199,6 @@ def test_fewer_candidates_than_asked_for():
         found = head.top_tokens(hidden)
         assert (found.log_probs[:, 2:] == float("-inf")).all() and (found.tokens[:, 2:] == 0).all()
         torch.testing.assert_close(found.log_probs[:, :2].exp().sum(dim=1), torch.ones(2, device=DEVICE))
-
-
-def test_a_margin_probes_fewer_clusters_where_the_best_stands_out():
-    hidden, weight, assets = make((2, 16, 20, 4, 10, ()), seed=7)
-    hidden[0] = 5 * F.normalize(assets.centroids[4], dim=0)
-    probed = probed_clusters(hidden, assets, 10, margin=0.3)
-    assert (probed[0] >= 0).sum() < (probed[1] >= 0).sum() <= 10
-    wide = [head.best_token(hidden).tolist() for head in heads(weight, assets, margin=2.0, max_rows=2)]
-    assert wide == [head.best_token(hidden).tolist() for head in heads(weight, assets, max_rows=2)]
 
 
 def test_half_precision():
@@ -231,7 +218,6 @@ def test_half_precision():
     [
         ({"num_probes": 0}, "num_probes 0: give 1 to 8, the number of clusters"),
         ({"num_probes": 9}, "num_probes 9: give 1 to 8"),
-        ({"margin": -0.1}, "margin -0.1: give a difference of cosines"),
         ({"top_k": 65}, "top_k 65: the head gives at most 64"),
     ],
 )
@@ -257,21 +243,21 @@ from vllm_crossspec.heads.flashhead import kernels
 from vllm_crossspec.heads.flashhead.assets import Assets
 from vllm_crossspec.heads.flashhead.head import FlashHead
 
-def check(dtype, rows, size, num_clusters, special, grouped, margin, top_k, centroids=None):
+def check(dtype, rows, size, num_clusters, special, grouped, top_k, centroids=None):
     members = torch.arange(num_clusters * size).view(num_clusters, size)
     weight = torch.zeros(members.numel(), 64, dtype=dtype)
     assets = Assets(torch.ones(num_clusters, 64), members, special, num_clusters // 16, {})
-    head = FlashHead(weight, assets, margin=margin, max_rows=rows, top_k=top_k, grouped=grouped,
+    head = FlashHead(weight, assets, max_rows=rows, top_k=top_k, grouped=grouped,
                      centroid_dtype=centroids, use_kernels=True)
     hidden = torch.zeros(rows, 64, dtype=dtype)
     head.best_token(hidden)
     if top_k:
         head.top_tokens(hidden)
 
-check(torch.bfloat16, 1, 16, 9496, (3, 5), False, None, 10)
-check(torch.bfloat16, 8, 16, 9496, (), True, 0.1, 10)
-check(torch.float16, 1, 16, 8016, (1,), False, None, 0)
-check(torch.float32, 32, 8, 300, (1,), True, None, 3, centroids=torch.bfloat16)
+check(torch.bfloat16, 1, 16, 9496, (3, 5), False, 10)
+check(torch.bfloat16, 8, 16, 9496, (), True, 10)
+check(torch.float16, 1, 16, 8016, (1,), False, 0)
+check(torch.float32, 32, 8, 300, (1,), True, 3, centroids=torch.bfloat16)
 wanted = {"_score_centroids_kernel", "_select_clusters_kernel", "_score_tokens_kernel", "_best_token_kernel",
           "_chunk_best_kernel", "_top_tokens_kernel"}
 assert wanted <= set(compiled), sorted(compiled)

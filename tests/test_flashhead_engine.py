@@ -154,8 +154,8 @@ def test_the_targets_head_is_its_own(named):
 
 @pytest.mark.parametrize("name", ["eagle3", "eagle3-tree"])
 def test_every_setting_gives_plains_text(name, plain, made):
-    """Few probes, a margin that leaves fewer candidates than a tree asks for, a second copy, narrow centroids."""
-    head = {"num_probes": 12, "margin": 0.02, "grouped": True, "centroid_dtype": "float8_e4m3fn"}
+    """Few probes, drawn clusters, a second copy, narrow centroids."""
+    head = {"num_probes": 12, "clusters": "drawn", "grouped": True, "centroid_dtype": "float8_e4m3fn"}
     with started(name, made, **head) as llm:
         found = run(llm)
     assert [found.greedy, found.seeded] == expected(plain)

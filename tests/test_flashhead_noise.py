@@ -109,15 +109,78 @@ def test_other_positions_and_seeds_give_other_choices():
             assert not torch.equal(head.choose(hidden, changed), chosen)
 
 
-def test_candidates_that_a_margin_leaves_out_stay_out():
-    hidden, weight, assets = make((20, 16, 40, 8, 20, ()))
-    keys = keys_for(20)
-    (by_kernels, by_operations), _ = heads(weight, assets, None, margin=0.1)
-    ids = by_kernels.choose(hidden, keys)
-    assert torch.equal(ids, by_operations.choose(hidden, keys))
-    clusters = probed_clusters(hidden, assets, 20, margin=0.1)
-    assert (clusters[torch.arange(20), -1] < 0).any()
-    assert (clusters == assets.assignments[ids.cpu()][:, None]).any(dim=1).all()
+# -- drawn clusters -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("reduced", [False, True])
+@pytest.mark.parametrize("use_fp64", [False, True])
+def test_noise_of_clusters_is_its_twins(shape, reduced, use_fp64):
+    """Greedy rows and padding stay to the bit; padded members and clusters bring no noise of their own."""
+    hidden, weight, assets = make(shape)
+    rows, offsets = len(hidden), offsets_for(len(weight), reduced)
+    members = assets.members.to(DEVICE, torch.int32)
+    scores = torch.randn(rows + 1, len(members), device=DEVICE)
+    lengths = torch.rand(len(members), device=DEVICE) + 0.5
+    for rows_per_entry in (1, 5):
+        keys = keys_for(rows, rows_per_entry, use_fp64)._asdict()
+        del keys["sharpness"]
+        found, expected = scores.clone(), scores[:rows].clone()
+        noise.add_cluster_noise(found[:rows], lengths, members, True, offsets=offsets, **keys)
+        noise.add_cluster_noise(expected, lengths, members, False, offsets=offsets, **keys)
+        torch.testing.assert_close(found[:rows], expected, rtol=1e-5, atol=1e-5)
+        untouched = (keys["idx_mapping"] < 1).repeat_interleave(rows_per_entry)
+        assert torch.equal(found[:rows][untouched], scores[:rows][untouched]) and torch.equal(found[rows], scores[rows])
+        assert not torch.isclose(found[:rows][~untouched], scores[:rows][~untouched]).any()
+
+
+@pytest.mark.parametrize("reduced", [False, True])
+def test_the_best_candidate_of_the_drawn_clusters_wins(reduced):
+    """In sampled rows; others take the nearest clusters, whatever the length of their centroids."""
+    hidden, weight, assets = make((20, 24, 30, 9, 6, (11, 12)), seed=2)
+    assets = assets._replace(centroids=assets.centroids * torch.linspace(0.2, 3, 30)[:, None])
+    offsets, keys = offsets_for(len(weight), reduced), keys_for(20)
+    (by_kernels, by_operations), _ = heads(weight, assets, offsets, draws=True)
+    noisy = noise.add_target_noise(hidden @ weight.t(), offsets=offsets, **keys._asdict())
+    ids = torch.arange(len(weight), device=DEVICE)
+    keyed = noise.gumbel_noise_naive(
+        keys.seeds[keys.idx_mapping], keys.positions, ids if offsets is None else ids + offsets
+    )
+    scores = naive.score_centroids(hidden, F.normalize(assets.centroids, dim=1).to(DEVICE))
+    is_sampled = keys.idx_mapping >= 1
+    stored = naive.score_centroids(hidden, assets.centroids.to(DEVICE))
+    most = keyed[:, assets.members.to(DEVICE)].amax(dim=2)
+    drawn = stored / keys.temperature[keys.idx_mapping, None] + most
+    clusters = naive.select_clusters(torch.where(is_sampled[:, None], drawn, scores), assets.num_probes)
+    nearest = naive.select_clusters(scores, assets.num_probes)
+    assert (clusters[is_sampled.cpu()] != nearest[is_sampled.cpu()]).any(dim=1).all()
+    best = [
+        max(naive.candidates(row, assets.members, assets.special_token_ids), key=lambda token: float(line[token]))
+        for row, line in zip(clusters, noisy, strict=True)
+    ]
+    for head in (by_kernels, by_operations):
+        assert torch.equal(head.choose(hidden, keys), head.to_target(torch.tensor(best, device=DEVICE)))
+        assert torch.equal(head.candidates(hidden, keys, TOP_K)[1][:, 0], head.choose(hidden, keys))
+
+
+def test_clusters_are_drawn_from_the_softmax_of_the_stored_centroids():
+    """Pairs that are drawn without replacement, over 6,000 positions: chi-squared of 30 pairs, p above 1e-4."""
+    rows, temperature = 6000, 0.7
+    stored = torch.tensor([0.3, -0.5, 1.0, 0.0, 0.6, -1.0])
+    lengths = torch.linspace(0.5, 2.0, 6)
+    scores = (stored / lengths).repeat(rows, 1)
+    members = torch.randperm(4096, generator=torch.Generator().manual_seed(0))[: 6 * 16].view(6, 16)
+    noise.add_cluster_noise(
+        scores, lengths, members, False, offsets=None, idx_mapping=torch.zeros(rows, dtype=torch.int32),
+        positions=torch.arange(rows), temperature=torch.tensor([temperature]), seeds=torch.tensor([11]),
+    )  # fmt: skip
+    first, second = scores.topk(2, dim=1).indices.unbind(dim=1)
+    p = (stored / temperature).softmax(dim=0)
+    pairs = p[:, None] * p[None, :] / (1 - p[:, None])
+    off = ~torch.eye(6, dtype=torch.bool)
+    seen = torch.bincount(first * 6 + second, minlength=36).view(6, 6)[off]
+    expected = rows * pairs[off]
+    assert expected.min() > 5 and ((seen - expected) ** 2 / expected).sum() < 67  # 29 degrees of freedom
 
 
 # -- narrow centroids -----------------------------------------------------------------------------------------------
@@ -162,18 +225,19 @@ class Counting:
 
 
 @pytest.mark.parametrize("rows", [1, 10])
-def test_a_call_takes_four_launches_five_for_trees_and_one_more_with_noise(monkeypatch, rows):
+def test_a_call_takes_four_launches_five_for_trees_and_one_more_a_noise(monkeypatch, rows):
     hidden, weight, assets = make((rows, 16, 8, 4, 2, (3,)))
     launched = []
     for module in (kernels, noise):
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Counting(getattr(module, name), launched))
-    head = heads(weight, assets, None)[0][0]
-    for keys, more in ((None, 0), (keys_for(rows), 1)):
-        for call, arguments, usual in ((head.choose, (), 4), (head.candidates, (3,), 5)):
-            launched.clear()
-            call(hidden, keys, *arguments)
-            assert len(launched) == usual + more, launched
+    for draws in (False, True):
+        head = heads(weight, assets, None, draws=draws)[0][0]
+        for keys, more in ((None, 0), (keys_for(rows), 1 + draws)):
+            for call, arguments, usual in ((head.choose, (), 4), (head.candidates, (3,), 5)):
+                launched.clear()
+                call(hidden, keys, *arguments)
+                assert len(launched) == usual + more, launched
 
 
 COMPILE_FOR_HOPPER = """
@@ -191,14 +255,24 @@ def check(rows, candidates, index, use_fp64, offsets):
         temperature=torch.ones(4), seeds=torch.ones(4, dtype=torch.int64), use_fp64=use_fp64,
     )
 
+def draw(rows, size, index, use_fp64, offsets):
+    noise.add_cluster_noise(
+        torch.zeros(rows, 300), torch.ones(300), torch.zeros(300, size, dtype=torch.int32), True, offsets=offsets,
+        idx_mapping=torch.zeros(rows, dtype=index), positions=torch.zeros(rows, dtype=torch.int64),
+        temperature=torch.ones(4), seeds=torch.ones(4, dtype=torch.int64), use_fp64=use_fp64,
+    )
+
 check(1, 9488, torch.int32, False, None)
 check(3, 4099, torch.int64, True, torch.zeros(32000, dtype=torch.int64))
+draw(1, 16, torch.int32, False, None)
+draw(3, 7, torch.int64, True, torch.zeros(32000, dtype=torch.int64))
 for rows in (1, 8):
     kernels.score_centroids(
         hidden=torch.zeros(rows, 64, dtype=torch.bfloat16), centroids=torch.zeros(300, 64).to(torch.float8_e4m3fn),
         scores=torch.zeros(rows, 300), scales=torch.ones(300),
     )
-assert {"_add_candidate_noise_kernel", "_score_centroids_kernel"} <= set(compiled), sorted(compiled)
+wanted = {"_add_candidate_noise_kernel", "_add_cluster_noise_kernel", "_score_centroids_kernel"}
+assert wanted <= set(compiled), sorted(compiled)
 """
 
 

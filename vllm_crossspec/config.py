@@ -147,7 +147,7 @@ class HeadConfig(Settings):
         model: folder that ``crossspec flashhead build`` wrote, or a published one; None: the drafter's own folder has
             the clusters, as published FlashHead models do.
         num_probes: clusters that are looked into; None: what the assets say.
-        margin: look into fewer where the best cluster stands out by this difference of cosines; None: never.
+        clusters: which are looked into for sampled requests: the ``nearest``, or as many ``drawn`` as the paper does.
         grouped: keep a second copy of the output embedding in the clusters' order, which is quicker to read.
         centroid_dtype: of the centroids; None: the embedding's.
     """
@@ -155,7 +155,7 @@ class HeadConfig(Settings):
     type: Literal["flashhead"] = "flashhead"
     model: str | None = Field(None, min_length=1)
     num_probes: StrictInt | None = Field(None, ge=1)
-    margin: StrictFloat | None = Field(None, ge=0, le=2)
+    clusters: Literal["nearest", "drawn"] = "nearest"
     grouped: StrictBool = False
     centroid_dtype: Literal["float32", "bfloat16", "float16", "float8_e4m3fn"] | None = None
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from vllm_crossspec.heads.flashhead.assets import Assets
     from vllm_crossspec.heads.flashhead.build import Clustering
     from vllm_crossspec.heads.flashhead.build import Progress as Report
-    from vllm_crossspec.heads.flashhead.quality import Ranks
 
 PROMPTS = POCKET / "prompts.jsonl"
 
@@ -107,13 +106,13 @@ def build(
         made = _assets(found, weight, ids, probes, {"model": model.resolve().name, "seed": seed})
         if recall is not None:
             ranks = _ranks(model, target, weight, made, texts, new_tokens, report)
-            facts = {**made.facts, "recall": recall, "measured_on": len(ranks.ranks)}
+            facts = {**made.facts, "recall": recall, "measured_on": len(ranks)}
             made = made._replace(num_probes=least_probes(ranks, recall), facts=facts)
     files.save_assets(out, made)
     console = Console()
     console.print(_description(out, made))
     if recall is not None:
-        console.print(_curve(ranks, None, _numbers_to_show(made, None)))
+        console.print(_curve(ranks, _numbers_to_show(made, None)))
 
 
 @app.command()
@@ -141,9 +140,6 @@ def recall(
     probes: Annotated[
         str | None, Option(help="Comma-separated numbers of probes. Default: powers of two and the assets' own.")
     ] = None,
-    margin: Annotated[
-        float | None, Option(help="Adaptive: of these probes only clusters within so much of the best one's cosine.")
-    ] = None,
     target: TargetOption = None,
     json_file: Annotated[Path | None, Option("--json", help="Also write the table to this file.")] = None,
     device: DeviceOption = "auto",
@@ -155,22 +151,21 @@ def recall(
     from vllm_crossspec.devices import choose_device
     from vllm_crossspec.heads.flashhead.assets import read_assets
     from vllm_crossspec.heads.flashhead.embedding import read_output_embedding
-    from vllm_crossspec.heads.flashhead.head import check_margin, check_probes
+    from vllm_crossspec.heads.flashhead.head import check_probes
     from vllm_crossspec.heads.flashhead.quality import recall as at
 
     weight = read_output_embedding(model).to(choose_device(device))
     vocab_size, hidden_size = weight.shape
     read = read_assets(assets, vocab_size=vocab_size, hidden_size=hidden_size, key="--assets")
-    check_margin(margin, "--margin")
     numbers = _numbers_to_show(read, probes)
     for number in numbers:
         check_probes(number, len(read.members), "--probes")
     texts = _texts(prompts, model, target)
     with stage_bars() as report:
         ranks = _ranks(model, target, weight, read, texts, new_tokens, report)
-    Console().print(_curve(ranks, margin, numbers))
-    rows = [at(ranks, number, margin)._asdict() for number in numbers]
-    write_json(json_file, {"states": len(ranks.ranks), "margin": margin, "rows": rows})
+    Console().print(_curve(ranks, numbers))
+    rows = [{"num_probes": number, "recall": at(ranks, number)} for number in numbers]
+    write_json(json_file, {"states": len(ranks), "rows": rows})
 
 
 # -- shared pieces --------------------------------------------------------------------------------------------
@@ -214,7 +209,7 @@ def _ranks(
     texts: list[str],
     new_tokens: int,
     report: "Report",
-) -> "Ranks":
+) -> "torch.Tensor":
     from vllm_crossspec.heads.flashhead.quality import rank_clusters
     from vllm_crossspec.heads.flashhead.states import answer_states
 
@@ -260,15 +255,14 @@ def _numbers_to_show(assets: "Assets", given: str | None) -> list[int]:
     return integers("--probes", given, "whole numbers")
 
 
-def _curve(ranks: "Ranks", margin: float | None, numbers: list[int]) -> Table:
+def _curve(ranks: "torch.Tensor", numbers: list[int]) -> Table:
     from vllm_crossspec.heads.flashhead.quality import recall as at
 
-    table = Table(title=f"the dense head's token on {len(ranks.ranks):,} states")
-    for name in ("probes", "on average", "found"):
+    table = Table(title=f"the dense head's token on {len(ranks):,} states")
+    for name in ("probes", "found"):
         table.add_column(name, justify="right")
     for number in numbers:
-        row = at(ranks, number, margin)
-        table.add_row(str(number), f"{row.mean_probes:.1f}", f"{100 * row.recall:.1f} %")
+        table.add_row(str(number), f"{100 * at(ranks, number):.1f} %")
     return table
 
 

@@ -15,9 +15,9 @@ from torch import nn
 
 from vllm_crossspec.engine.cpu_products import lane_ops
 from vllm_crossspec.engine.draft_settings import DraftSettings
-from vllm_crossspec.engine.noise import add_candidate_noise, add_target_noise
+from vllm_crossspec.engine.noise import add_candidate_noise, add_cluster_noise, add_target_noise
 from vllm_crossspec.heads.flashhead.check import check_fingerprint, head_assets
-from vllm_crossspec.heads.flashhead.head import FlashHead
+from vllm_crossspec.heads.flashhead.head import FlashHead, Noise
 
 
 class NoiseKeys(NamedTuple):
@@ -129,10 +129,13 @@ class RetrievalHead(DraftHead):
         found = self.head.top_tokens(hidden, self._noise(keys))
         return found.log_probs[:, :k], self.to_target(found.tokens[:, :k])
 
-    def _noise(self, keys: NoiseKeys | None) -> Callable[..., None] | None:
+    def _noise(self, keys: NoiseKeys | None) -> Noise | None:
         if keys is None:
             return None
-        return functools.partial(add_candidate_noise, offsets=self.offsets, **keys._asdict())
+        given = {"offsets": self.offsets, **keys._asdict()}
+        of_candidates = functools.partial(add_candidate_noise, **given)
+        del given["sharpness"]  # orders tokens, and leaves the order of clusters as it is
+        return Noise(of_candidates, functools.partial(add_cluster_noise, **given))
 
 
 def ranked_logits(logits: torch.Tensor, keys: NoiseKeys | None, offsets: torch.Tensor | None) -> torch.Tensor:
@@ -175,10 +178,10 @@ def make_head(
         weight,
         assets,
         num_probes=drafts.head.num_probes,
-        margin=drafts.head.margin,
         max_rows=max_rows,
         top_k=top_k,
         is_coupled=drafts.is_coupled,
+        draws=drafts.is_coupled and drafts.head.clusters == "drawn",
         grouped=drafts.head.grouped,
         centroid_dtype=None if dtype is None else getattr(torch, dtype),
     )

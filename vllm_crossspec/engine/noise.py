@@ -220,6 +220,94 @@ def add_candidate_noise(
     )
 
 
+@triton.jit
+def _add_cluster_noise_kernel(
+    scores_ptr,  # float32 [rows, C], changed
+    lengths_ptr,  # float32 [C]
+    members_ptr,  # int32 [C, M] draft ids
+    offsets_ptr,  # int64 [vocabulary] target id - draft id, or None
+    idx_mapping_ptr,  # int [rows / ROWS_PER_ENTRY]
+    positions_ptr,  # int64 [rows]
+    temperature_ptr,  # float32 [S]
+    seeds_ptr,  # int64 [S]
+    num_clusters,
+    ROWS_PER_ENTRY: tl.constexpr,
+    USE_FP64: tl.constexpr,
+    CLUSTER_SIZE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    slot = tl.load(idx_mapping_ptr + row // ROWS_PER_ENTRY).to(tl.int64)
+    temperature = tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
+    if temperature != 0.0:
+        c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+        m = tl.arange(0, BLOCK_M)
+        is_cluster = c < num_clusters
+        is_member = is_cluster[:, None] & (m < CLUSTER_SIZE)[None, :]
+        place = c.to(tl.int64)[:, None] * CLUSTER_SIZE + m[None, :]
+        key = tl.load(members_ptr + place, mask=is_member, other=0).to(tl.int64)
+        if offsets_ptr is not None:
+            key = key + tl.load(offsets_ptr + key, mask=is_member, other=0)
+        noise = _gumbel(tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), key, USE_FP64)
+        most = tl.max(tl.where(is_member, noise, float("-inf")), axis=1)
+        score = tl.load(scores_ptr + row * num_clusters + c, mask=is_cluster, other=0.0)
+        length = tl.load(lengths_ptr + c, mask=is_cluster, other=0.0)
+        tl.store(scores_ptr + row * num_clusters + c, score * length / temperature + most, mask=is_cluster)
+
+
+def add_cluster_noise(
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    members: torch.Tensor,
+    uses_kernels: bool,
+    *,
+    offsets: torch.Tensor | None,
+    idx_mapping: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    use_fp64: bool = False,
+) -> None:
+    """Make the best P clusters of sampled rows P that are drawn without replacement, in place; one launch.
+
+    They are drawn from the softmax of the states' products with the stored centroids over the temperature (Gumbel
+    top-P; Tranheden et al. 2026, as the thesis's section 2.5 has it). The noise of a cluster is the most that the
+    target's own gives any of its tokens: of M tokens that is Gumbel noise, too, but for a constant.
+
+    Args:
+        scores: float32 [rows, C] products with centroids of length 1.
+        lengths: float32 [C] of the stored ones.
+        members: int [C, M] draft ids.
+        uses_kernels: if not, PyTorch operations do it. The others are :func:`add_target_noise`'s.
+    """
+    (num_rows, num_clusters), size = scores.shape, members.shape[1]
+    rows_per_entry = num_rows // idx_mapping.shape[0]
+    if not uses_kernels:
+        slots = idx_mapping.repeat_interleave(rows_per_entry)
+        add_cluster_noise_naive(scores, lengths, members, offsets, slots, positions, temperature, seeds, use_fp64)
+        return
+    assert scores.is_contiguous() and members.is_contiguous()
+    block_m = triton.next_power_of_2(size)
+    block_c = triton.cdiv(BLOCK, block_m)
+    _add_cluster_noise_kernel[(num_rows, triton.cdiv(num_clusters, block_c))](
+        scores,
+        lengths,
+        members,
+        offsets,
+        idx_mapping,
+        positions,
+        temperature,
+        seeds,
+        num_clusters,
+        ROWS_PER_ENTRY=rows_per_entry,
+        USE_FP64=use_fp64,
+        CLUSTER_SIZE=size,
+        BLOCK_C=block_c,
+        BLOCK_M=block_m,
+    )
+
+
 _BITS = 0xFFFFFFFF
 
 
@@ -322,3 +410,29 @@ def add_candidate_noise_naive(
         keys = ids if offsets is None else ids + offsets[ids]
         noise = gumbel_noise_naive(seeds[slots[rows]], positions[rows], keys, use_fp64)
         scores[rows] = scores[rows] / scale[rows, None] + noise.float()
+
+
+def add_cluster_noise_naive(
+    scores: torch.Tensor,
+    lengths: torch.Tensor,
+    members: torch.Tensor,
+    offsets: torch.Tensor | None,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    temperature: torch.Tensor,
+    seeds: torch.Tensor,
+    use_fp64: bool = False,
+) -> None:
+    """:func:`add_cluster_noise` in plain PyTorch: the kernel's twin, and what runs without a GPU.
+
+    Args:
+        slots: int [rows]; negative entries are padding. The others are :func:`add_cluster_noise`'s.
+    """
+    scale = torch.where(slots >= 0, temperature[slots.clamp(min=0)].float(), 0.0)
+    rows = scale.nonzero().flatten()
+    if rows.numel():
+        ids = members.flatten().long()
+        keys = ids if offsets is None else ids + offsets[ids]
+        noise = gumbel_noise_naive(seeds[slots[rows]], positions[rows], keys, use_fp64).float()
+        most = noise.view(len(rows), *members.shape).amax(dim=2)
+        scores[rows] = scores[rows] * lengths / scale[rows, None] + most

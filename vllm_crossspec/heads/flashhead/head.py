@@ -17,9 +17,19 @@ _LOWEST_CAPABILITY = (8, 9)
 """Of a CUDA device that reads ``NARROW``."""
 logger = logging.getLogger(__name__)
 
-Noise = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
-"""Changes scores float32 [B, N] of tokens int [B, N] in place before the best are chosen; -inf, which is none, stays.
-The third are the best of every ``kernels.SLOTS`` candidates, packed, to be written anew; None without kernels."""
+
+class Noise(NamedTuple):
+    """What sampled requests change in place before the best are chosen.
+
+    Attributes:
+        of_candidates: changes scores float32 [B, N] of tokens int [B, N]; -inf, which is none, stays. The third are the
+            best of every ``kernels.SLOTS`` candidates, packed, to be written anew; None without kernels.
+        of_clusters: changes scores float32 [B, C], given the centroids' lengths float32 [C] and the clusters' tokens
+            int [C, M]; then whether kernels serve.
+    """
+
+    of_candidates: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+    of_clusters: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
 
 
 class TopTokens(NamedTuple):
@@ -46,11 +56,10 @@ class FlashHead:
             ``grouped``.
         assets: its clusters.
         num_probes: P; None: what the assets name. More find the dense head's token more often and cost more.
-        margin: probe fewer where the best cluster stands out: only those whose cosine to the state is at most so much
-            below the best one's (section 5.3 names the idea). None: always P.
         max_rows: most rows of a batch.
         top_k: K of :meth:`top_tokens`; 0: it is never called.
         is_coupled: whether calls may bring noise.
+        draws: whether noise draws the clusters, too, by centroids as they are stored; if not, the nearest are probed.
         grouped: keep a copy of the rows in the order of the clusters. As large as the embedding, and read in longer
             pieces.
         centroid_dtype: of the centroids; None: the embedding's. float8_e4m3fn has one scale a centroid; a device that
@@ -67,10 +76,10 @@ class FlashHead:
         assets: Assets,
         *,
         num_probes: int | None = None,
-        margin: float | None = None,
         max_rows: int = 1,
         top_k: int = 0,
         is_coupled: bool = False,
+        draws: bool = False,
         grouped: bool = False,
         centroid_dtype: torch.dtype | None = None,
         use_kernels: bool | None = None,
@@ -83,7 +92,6 @@ class FlashHead:
                 "make them with `crossspec flashhead build` from this model"
             )
         self.num_probes = check_probes(assets.num_probes if num_probes is None else num_probes, num_clusters)
-        self.margin = check_margin(margin)
         if not 0 <= top_k <= MAX_TOP_K:
             raise ValueError(f"top_k {top_k}: the head gives at most {MAX_TOP_K} candidates")
         self.max_rows, self.top_k = max_rows, top_k
@@ -91,6 +99,7 @@ class FlashHead:
         self._uses_kernels = kernels_multiply(device) if use_kernels is None else use_kernels
         centroids = F.normalize(assets.centroids.to(device, torch.float32), dim=1)
         self._centroids, self._scales = _narrow(centroids, centroid_dtype or weight.dtype, weight.dtype)
+        self._lengths = assets.centroids.to(device, torch.float32).norm(dim=1) if draws else None
         self._tokens = _tokens(weight, assets, grouped)
         width = max(1, top_k)
         self._best = torch.zeros(max_rows, dtype=torch.int64, device=device)
@@ -152,10 +161,12 @@ class FlashHead:
         self, hidden: torch.Tensor, noise: Noise | None, is_unique: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores and ids [B, N] by PyTorch operations."""
-        clusters = torch_ops.select_clusters(hidden, self._centroids, self.num_probes, self.margin)
+        scores = torch_ops.score_centroids(hidden, self._centroids)
+        self._draw(scores, noise)
+        clusters = torch_ops.select_clusters(scores, self.num_probes)
         scores, ids = torch_ops.score(hidden, self._tokens, clusters, is_unique)
         if noise is not None:
-            noise(scores, ids, None)
+            noise.of_candidates(scores, ids, None)
         return scores, ids
 
     def _score(self, hidden: torch.Tensor, noise: Noise | None, keeps_all: bool) -> None:
@@ -163,11 +174,18 @@ class FlashHead:
         buffers = self._buffers
         assert not keeps_all or buffers.candidate_scores.shape[1], "made without is_coupled"
         kernels.score_centroids(hidden=hidden, centroids=self._centroids, scores=buffers.scores, scales=self._scales)
-        kernels.select_clusters(scores=buffers.scores, hidden=hidden, clusters=buffers.clusters, margin=self.margin)
+        scores = buffers.scores[: len(hidden)]
+        self._draw(scores, noise)
+        kernels.select_clusters(scores=scores, clusters=buffers.clusters)
         kernels.score_tokens(hidden=hidden, tokens=self._tokens, buffers=buffers, keeps_all=keeps_all)
         if noise is not None:
             rows = len(hidden)
-            noise(buffers.candidate_scores[:rows], buffers.candidate_tokens[:rows], buffers.packed[:rows])
+            noise.of_candidates(buffers.candidate_scores[:rows], buffers.candidate_tokens[:rows], buffers.packed[:rows])
+
+    def _draw(self, scores: torch.Tensor, noise: Noise | None) -> None:
+        """Change the scores [B, C] of the centroids, in place, so that the best of sampled rows are drawn ones."""
+        if self._lengths is not None and noise is not None:
+            noise.of_clusters(scores, self._lengths, self._tokens.members, self._uses_kernels)
 
 
 def _narrow(
@@ -190,13 +208,6 @@ def check_probes(num_probes: int, num_clusters: int, key: str = "num_probes") ->
     if not 1 <= num_probes <= num_clusters:
         raise ValueError(f"{key} {num_probes}: give 1 to {num_clusters}, the number of clusters")
     return num_probes
-
-
-def check_margin(margin: float | None, key: str = "margin") -> float | None:
-    """The margin itself; ValueError where it is no difference of cosines."""
-    if margin is not None and not 0 <= margin <= 2:
-        raise ValueError(f"{key} {margin}: give a difference of cosines, 0 to 2")
-    return margin
 
 
 def _tokens(weight: torch.Tensor, assets: Assets, grouped: bool) -> kernels.Tokens:

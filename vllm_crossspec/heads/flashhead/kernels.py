@@ -34,7 +34,7 @@ class Buffers(NamedTuple):
 
     Attributes:
         scores: float32 [rows, C] of centroids.
-        clusters: int32 [rows, P], the probed ones, ascending; -1 after them where fewer are probed.
+        clusters: int32 [rows, P], the probed ones, ascending.
         packed: int64 [rows, ceil(N / SLOTS)], the best candidate of each program.
         candidate_scores, candidate_tokens: float32 and int32 [rows, N]; of width 0 where nobody keeps them.
         chunk_best: int64 [rows, chunks * K], the best few of each chunk.
@@ -177,17 +177,10 @@ def score_centroids(
 @triton.jit
 def _select_clusters_kernel(
     scores_ptr,  # float32 [rows, C]
-    hidden_ptr,  # float [B, D]; read where HAS_MARGIN
-    hidden_stride,
     clusters_ptr,  # int32 [rows, P] out
     num_clusters,
-    hidden_size,
-    margin,
     NUM_PROBES: tl.constexpr,
-    HAS_MARGIN: tl.constexpr,
     BLOCK_C: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    BLOCK_D: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
@@ -211,48 +204,26 @@ def _select_clusters_kernel(
     free = NUM_PROBES - tl.sum(is_above.to(tl.int32), axis=0)
     is_tie = is_tie & (tl.cumsum(is_tie.to(tl.int32), axis=0) <= free)
     is_probed = (is_above | is_tie) & is_cluster
-    if HAS_MARGIN:
-        square = tl.zeros([BLOCK_D], tl.float32)
-        for start in range(0, hidden_size, BLOCK_D):
-            d = start + tl.arange(0, BLOCK_D)
-            x = tl.load(hidden_ptr + row * hidden_stride + d, mask=d < hidden_size, other=0.0).to(tl.float32)
-            square += x * x
-        lowest = tl.max(score, axis=0) - margin * tl.sqrt(tl.sum(square, axis=0))
-        is_probed = is_probed & (score >= lowest)
     place = tl.cumsum(is_probed.to(tl.int32), axis=0) - 1
     tl.store(clusters_ptr + row * NUM_PROBES + place, c, mask=is_probed)
-    p = tl.arange(0, BLOCK_P)
-    is_left = (p >= tl.sum(is_probed.to(tl.int32), axis=0)) & (p < NUM_PROBES)
-    tl.store(clusters_ptr + row * NUM_PROBES + p, tl.full([BLOCK_P], -1, tl.int32), mask=is_left)
 
 
-def select_clusters(
-    *, scores: torch.Tensor, hidden: torch.Tensor, clusters: torch.Tensor, margin: float | None = None
-) -> None:
-    """The clusters to probe: the P best, or those of them that come near enough to the best; one launch.
+def select_clusters(*, scores: torch.Tensor, clusters: torch.Tensor) -> None:
+    """The P best clusters, which are probed; one launch.
 
     Args:
-        scores: float32 [at least B, C]; a NaN counts as the lowest.
-        hidden: float [B, D], for the margin.
-        clusters: int32 [at least B, P], written, ascending; -1 behind them.
-        margin: keep a cluster whose cosine to the state is at most so much below the best one's; None keeps all P.
+        scores: float32 [B, C]; a NaN counts as the lowest.
+        clusters: int32 [at least B, P], written, ascending.
     """
-    num_rows, num_clusters, num_probes = len(hidden), scores.shape[1], clusters.shape[1]
+    (num_rows, num_clusters), num_probes = scores.shape, clusters.shape[1]
     assert scores.is_contiguous() and clusters.is_contiguous() and num_probes <= num_clusters
     block = triton.next_power_of_2(num_clusters)
     _select_clusters_kernel[(num_rows,)](
         scores,
-        hidden,
-        hidden.stride(0),
         clusters,
         num_clusters,
-        hidden.shape[1],
-        margin or 0.0,
         NUM_PROBES=num_probes,
-        HAS_MARGIN=margin is not None,
         BLOCK_C=block,
-        BLOCK_P=triton.next_power_of_2(num_probes),
-        BLOCK_D=256,
         num_warps=16 if block > 4096 else 4,
     )
 
@@ -283,9 +254,9 @@ def _score_tokens_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     num_members: tl.constexpr = NUM_PROBES * CLUSTER_SIZE
     is_member = n < num_members
-    cluster = tl.load(clusters_ptr + row * NUM_PROBES + n // CLUSTER_SIZE, mask=is_member, other=-1)
-    is_live = cluster >= 0
-    place = tl.maximum(cluster, 0) * CLUSTER_SIZE + n % CLUSTER_SIZE
+    is_live = is_member
+    cluster = tl.load(clusters_ptr + row * NUM_PROBES + n // CLUSTER_SIZE, mask=is_live, other=0)
+    place = cluster * CLUSTER_SIZE + n % CLUSTER_SIZE
     token = tl.load(members_ptr + place, mask=is_live, other=0)
     if NUM_SPECIAL > 0:
         is_special = (n >= num_members) & (n < num_members + NUM_SPECIAL)

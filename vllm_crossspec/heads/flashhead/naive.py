@@ -10,24 +10,19 @@ def score_centroids(hidden: torch.Tensor, centroids: torch.Tensor) -> torch.Tens
     return torch.stack([centroids.float() @ row.to(centroids.dtype).float() for row in hidden])
 
 
-def select_clusters(
-    scores: torch.Tensor, hidden: torch.Tensor, num_probes: int, margin: float | None = None
-) -> torch.Tensor:
+def select_clusters(scores: torch.Tensor, num_probes: int) -> torch.Tensor:
     """int32 [B, P] of :func:`vllm_crossspec.heads.flashhead.kernels.select_clusters`."""
-    clusters = torch.full((len(hidden), num_probes), -1, dtype=torch.int32)
-    for row, (line, state) in enumerate(zip(scores, hidden, strict=True)):
+    clusters = torch.empty(len(scores), num_probes, dtype=torch.int32)
+    for row, line in enumerate(scores):
         known = [(-math.inf if math.isnan(score) else score) for score in line.tolist()]
         chosen = [c for _, c in sorted((-score, c) for c, score in enumerate(known))][:num_probes]
-        if margin is not None:
-            lowest = max(known) - margin * float(state.float().norm())
-            chosen = [c for c in chosen if known[c] >= lowest]
-        clusters[row, : len(chosen)] = torch.tensor(sorted(chosen), dtype=torch.int32)
+        clusters[row] = torch.tensor(sorted(chosen), dtype=torch.int32)
     return clusters
 
 
 def candidates(clusters: torch.Tensor, members: torch.Tensor, special: tuple[int, ...]) -> list[int]:
     """The ids that a row with these probed clusters [P] scores, each once."""
-    probed = [int(token) for c in clusters.tolist() if c >= 0 for token in members[c]]
+    probed = [int(token) for c in clusters.tolist() for token in members[c]]
     return sorted({*probed, *special})
 
 
@@ -46,7 +41,7 @@ def top_tokens(
         weight: float [V, D], by token.
         members: int [C, M].
         special: S ids.
-        clusters: int32 [B, P], the probed ones; negative: none.
+        clusters: int32 [B, P], the probed ones.
         k: K.
     """
     tokens = torch.zeros(len(hidden), k, dtype=torch.int64)

@@ -14,21 +14,17 @@ _GATHERED_ELEMENTS = 1 << 18
 memory is not given back to the system and taken anew in every call."""
 
 
-def select_clusters(
-    hidden: torch.Tensor, centroids: torch.Tensor, num_probes: int, margin: float | None
-) -> torch.Tensor:
-    """int64 [B, P] clusters to probe, in any order; -1 for those that the margin leaves out."""
+def score_centroids(hidden: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
+    """float32 [B, C] inner products of states and centroids."""
     rounded = hidden.to(centroids.dtype)
     if rounded.itemsize == 1:  # PyTorch has no products of eight bits
         rounded, centroids = rounded.float(), centroids.float()
-    scores = (rounded @ centroids.t()).float()
-    found = _numbers(scores).topk(num_probes, dim=1, sorted=margin is not None)
-    if margin is None:
-        return found.indices
-    lowest = found.values[:, :1] - margin * hidden.float().norm(dim=1, keepdim=True)
-    probed = found.values >= lowest
-    # A decoding CPU waits for nobody: columns that no row probes need not be gathered.
-    return found.indices.masked_fill(~probed, -1)[:, : max(1, int(probed.sum(dim=1).max()))]
+    return (rounded @ centroids.t()).float()
+
+
+def select_clusters(scores: torch.Tensor, num_probes: int) -> torch.Tensor:
+    """int64 [B, P] clusters to probe, in any order."""
+    return _numbers(scores).topk(num_probes, dim=1, sorted=False).indices
 
 
 def score(
@@ -42,11 +38,8 @@ def score(
         clusters: int64 [B, P] of :func:`select_clusters`.
         is_unique: no token may be there twice.
     """
-    safe = clusters.clamp(min=0)
-    ids = tokens.members[safe].flatten(1).long()
-    scores = _products(hidden.to(tokens.weight.dtype), tokens, safe, ids).float()
-    is_live = (clusters >= 0).repeat_interleave(tokens.members.shape[1], dim=1)
-    scores = _numbers(scores).masked_fill(~is_live, _NEVER)
+    ids = tokens.members[clusters].flatten(1).long()
+    scores = _numbers(_products(hidden.to(tokens.weight.dtype), tokens, clusters, ids).float())
     if len(tokens.special_tokens):
         special_scores, special = _special(hidden, tokens, clusters, is_unique)
         scores, ids = torch.cat((scores, special_scores), dim=1), torch.cat((ids, special), dim=1)
