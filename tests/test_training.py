@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import fields, replace
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -85,6 +86,70 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path, responses, target_fold
     with pytest.raises(ValueError, match="of a run with other lr"):
         train_eagle3(responses, target_folder, out, EAGLE3, LoopConfig(steps=8, **flat | {"lr": 1e-3}))
     assert len(_losses(out)) == 7
+
+
+PAPERS = LoopConfig(
+    steps=9, lr=1e-2, optimizer="adamw", beta2=0.999, warmup=3, schedule="cosine", weight_decay=0.0, clip=0.5, save_every=4
+)
+"""The settings of DART's paper in a short run."""
+
+
+def _small_model() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 3, bias=False))
+
+
+def _batches():
+    """Some with steep slopes, which every clip scales down, and some that none does."""
+    scale = torch.tensor([0.02, 3.0, 0.1, 1.0])[:, None, None]
+    return cycle(scale * torch.randn(4, 2, 6, generator=torch.Generator().manual_seed(1)))
+
+
+def _error(model, batch, generator=None):
+    return (model(batch) * batch[:, :3]).sum(), {}
+
+
+def _trained(out: Path, config: LoopConfig, stop_at: int | None = None) -> list[torch.Tensor]:
+    model = _small_model()
+    Trainer(model, _batches(), _error, out, config).run("small", stop_at)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def _by_torch(config: LoopConfig) -> list[torch.Tensor]:
+    """The same run with torch's own AdamW, schedulers and clip."""
+    model = _small_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.lr, betas=(0.9, 0.999), weight_decay=0.0)
+    rise = torch.optim.lr_scheduler.LinearLR(optimizer, 1 / config.warmup, total_iters=config.warmup - 1)
+    fall = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, config.steps - config.warmup)
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [rise, fall], [config.warmup])
+    norms = []
+    for _, batch in zip(range(config.steps), _batches(), strict=False):
+        _error(model, batch)[0].backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+    assert min(norms) < 0.5 and max(norms) > 1.0
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")
+def test_adamw_cosine_and_clip_are_torchs_own(tmp_path):
+    expected = _by_torch(PAPERS)
+    # Rates are products of other factors, in another order: float64 roundings, that Adam's division carries on.
+    torch.testing.assert_close(_trained(tmp_path / "paper", PAPERS), expected, rtol=1e-5, atol=1e-6)
+    for name in ("optimizer", "beta2", "schedule", "clip"):
+        other = replace(PAPERS, **{name: getattr(LoopConfig(steps=9), name)})
+        differences = [(a - b).abs().max() for a, b in zip(_trained(tmp_path / name, other), expected, strict=True)]
+        assert max(differences) > 1e-4, name
+
+
+def test_a_stopped_run_of_the_papers_goes_on_to_the_same_bits(tmp_path):
+    whole = _trained(tmp_path / "whole", PAPERS)
+    _trained(tmp_path / "stopped", PAPERS, stop_at=5)
+    assert all(torch.equal(a, b) for a, b in zip(_trained(tmp_path / "stopped", PAPERS), whole, strict=True))
+    with pytest.raises(ValueError, match="of a run with other settings"):
+        _trained(tmp_path / "stopped", replace(PAPERS, clip=1.0))
 
 
 @pytest.mark.parametrize("config", [ConfuConfig, DartConfig, DFlashConfig, DraftModelConfig, Eagle3Config])

@@ -30,7 +30,7 @@ from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.training import blocks, dart
 from vllm_crossspec.training.blocks import draft_attention, rotate
 from vllm_crossspec.training.dart import DartConfig, DartDrafter, dart_loss, flex_draft_attention, train_dart
-from vllm_crossspec.training.generations import Generation, collate, write_shard
+from vllm_crossspec.training.generations import Generation, collate, read_generations, write_shard
 from vllm_crossspec.training.loop import LoopConfig
 from vllm_crossspec.training.states import States
 
@@ -364,6 +364,28 @@ def test_command_trains_resumes_and_restarts(tmp_path, responses, target_folder)
     assert _command(*words, "--num-drafts", 4, "--gamma", 1.0, "--restart") is None
     assert json.loads((tmp_path / "model" / "config.json").read_text())["draft_length"] == 3
     assert _command(*words, "--num-drafts", 4, "--unshifted", "--anchors", 0, "--restart") is None
+
+
+def test_the_papers_recipe(tmp_path, responses, target_folder, target):
+    """What `--recipe paper` sets, what an option changes of it, and where the output layer begins."""
+    words = ["--data", responses, "--target", target_folder, "--threads", 1, "--float32", "--device", "cpu"]
+    words += ["--rows-per-step", 4, "--draft-vocab", 96]
+    assert _command(*words, "--out", tmp_path / "paper", "--recipe", "paper", "--epochs", 2, "--num-drafts", 3) is None
+    recipe = json.loads((tmp_path / "paper" / "recipe.json").read_text())
+    asked = {"lr": 2e-5, "optimizer": "adamw", "beta2": 0.999, "schedule": "cosine", "weight_decay": 0.0, "clip": 0.5}
+    assert {name: recipe[name] for name in asked} == asked
+    assert (recipe["anchors_per_row"], recipe["head"], recipe["num_drafts"], recipe["gamma"]) == (0, "random", 3, 0.6)
+    rows = len(read_generations(responses, "train", VOCAB))
+    assert recipe["steps"] == 2 * (rows // 4) > 2
+    assert _command(*words, "--out", tmp_path / "ours", "--steps", 1, "--lr", 1e-9) is None
+    assert _command(*words, "--out", tmp_path / "mixed", "--recipe", "paper", "--steps", 1, "--head", "target") is None
+    for name, is_targets in (("paper", False), ("ours", True), ("mixed", True)):
+        tensors = load_file(tmp_path / name / "model" / "model.safetensors")
+        kept = tensors["d2t"] + torch.arange(96)
+        distance = (tensors["lm_head.weight"].float() - target.head[kept]).abs().max()
+        assert (distance < 0.01) == is_targets  # a bfloat16 of the head's 0.2, not another matrix
+    recipe = json.loads((tmp_path / "mixed" / "recipe.json").read_text())
+    assert (recipe["steps"], recipe["lr"]) == (1, 2e-5)
 
 
 def _raises(match):

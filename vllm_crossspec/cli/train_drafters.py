@@ -4,12 +4,19 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from typer import Option
 
 from vllm_crossspec.cli import train_options as shared
 from vllm_crossspec.cli.options import grouped
+
+
+class Paper(NamedTuple):
+    """A paper's own training, in place of ours: settings of the loop and of the drafter."""
+
+    loop: dict[str, Any]
+    drafter: dict[str, Any]
 
 
 class Trainer(NamedTuple):
@@ -23,6 +30,7 @@ class Trainer(NamedTuple):
         steps, lr: defaults of the options that all have.
         settings: the config's fields, of the recipe. Raises ValueError where they do not go together.
         made: what it makes, in a word.
+        paper: what ``--recipe paper`` stands for.
     """
 
     recipe: Any
@@ -33,6 +41,7 @@ class Trainer(NamedTuple):
     lr: float
     settings: Callable[[Any], dict[str, Any]] = lambda recipe: dict(recipe._asdict())
     made: str = "drafter"
+    paper: Paper | None = None
 
     def command(self) -> Callable[..., None]:
         """The command, as typer takes it."""
@@ -41,23 +50,39 @@ class Trainer(NamedTuple):
             *,
             lessons: shared.Lessons,
             out: shared.Out,
-            steps: shared.Steps = self.steps,
-            lr: shared.Rate = self.lr,
+            steps: Annotated[int | None, Option(min=1, show_default=f"{self.steps}", help=shared.STEPS)] = None,
+            lr: Annotated[float | None, Option(min=0.0, show_default=f"{self.lr:g}", help=shared.RATE)] = None,
+            loop: shared.Loop,
             recipe: Any,
             machine: shared.Machine,
         ) -> None:
-            settings = self.settings(recipe)
+            run, settings = self._run(steps, lr, loop), self.settings(recipe)
+            if loop.follows == "paper" and self.paper is not None:
+                settings = self.paper.drafter | settings
             shared.check_folder("--data", lessons.data, "make it with `crossspec train generate`")
             shared.check_model_folder(lessons.target)
             shared.begin(out, machine.threads, machine.resume)
             from vllm_crossspec.training.loop import LoopConfig
 
-            module, loop = import_module(self.module), LoopConfig(steps=steps, lr=lr, seed=machine.seed)
-            getattr(module, self.train)(*lessons, out, getattr(module, self.config)(**settings), loop, machine.device)
+            module, config = import_module(self.module), LoopConfig(**run, seed=machine.seed)
+            getattr(module, self.train)(*lessons, out, getattr(module, self.config)(**settings), config, machine.device)
             sys.stdout.write(f"{self.made} in {out / 'model'}\n")
 
         command.__doc__, command.__annotations__["recipe"] = self.recipe.__doc__, self.recipe
         return grouped(command)
+
+    def _run(self, steps: int | None, lr: float | None, loop: shared.Loop) -> dict[str, Any]:
+        """Settings of the loop: the recipe's, and what was given in their place."""
+        if steps is not None and loop.epochs is not None:
+            raise ValueError(f"--steps {steps} and --epochs {loop.epochs}: both say how long to train; give one of them")
+        run: dict[str, Any] = {"steps": self.steps, "lr": self.lr}
+        if loop.follows == "paper":
+            if self.paper is None:
+                raise ValueError("--recipe paper: only `crossspec train dart` has one; leave it out")
+            run |= self.paper.loop
+        if steps is not None:
+            run |= {"steps": steps, "epochs": 0}
+        return run | ({} if lr is None else {"lr": lr}) | loop.given()
 
 
 EAGLE3_START = "an EAGLE-3 drafter that `crossspec train eagle3` made"
@@ -203,6 +228,9 @@ DFLASH = Trainer(
 class DartRecipe(NamedTuple):
     """Train a DART drafter (parallel logits, fvliang's format) by annealed KL; the defaults are the pocket one.
 
+    `--recipe paper` trains as the paper does: AdamW (0.9, 0.999) at 2e-5 along a cosine, gradients clipped at 0.5, three
+    epochs, drafts at every place of a response, an output layer that begins at random.
+
     Prints and stores (`acceptance.json`) the tokens a round on the held-out responses, of its first choices alone:
     the n-gram store that joins them into trees is made with `crossspec ngram build`. An `--unshifted` drafter is for
     comparing; no engine decodes with it.
@@ -222,12 +250,32 @@ class DartRecipe(NamedTuple):
     teacher_temperature: shared.Teacher = 1.0
     rows_per_step: shared.Rows = 16
     anchors_per_row: Annotated[
-        int, Option("--anchors", min=0, help="Drafts of one response in one step; 0: at every place.")
-    ] = 32
+        int | None,
+        Option("--anchors", min=0, help="Drafts of one response in one step; 32 (ours), or 0: at every place (paper)."),
+    ] = None
+    head: Annotated[
+        Literal["target", "random"] | None, Option(help="What the output layer begins as; the target's in ours.")
+    ] = None
     bfloat16: shared.Bfloat16 = True
 
 
-DART = Trainer(DartRecipe, "vllm_crossspec.training.dart", "DartConfig", "train_dart", 2200, 2e-3)
+DART_PAPER = Paper(
+    loop={
+        "epochs": 3,
+        "lr": 2e-5,
+        "optimizer": "adamw",
+        "beta2": 0.999,
+        "schedule": "cosine",
+        "weight_decay": 0.0,
+        "clip": 0.5,
+    },
+    drafter={"anchors_per_row": 0, "head": "random"},
+)
+"""Appendix B.2. Weight decay and head it leaves open: they are those of SpecForge, which its code is based on."""
+
+DART = Trainer(
+    DartRecipe, "vllm_crossspec.training.dart", "DartConfig", "train_dart", 2200, 2e-3, _given, paper=DART_PAPER
+)
 
 
 class DraftModelRecipe(NamedTuple):

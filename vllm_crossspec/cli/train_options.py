@@ -3,7 +3,7 @@
 import importlib.util
 import json
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from typer import Option
 
@@ -11,11 +11,10 @@ Data = Annotated[Path, Option(help="Folder of train-*.jsonl[.gz] and dev-*.jsonl
 Responses = Annotated[Path, Option(help="Folder that `crossspec train generate` wrote for this target.")]
 Target = Annotated[Path, Option(help="Hugging Face folder of the target (config.json and safetensors).")]
 Out = Annotated[Path, Option(help="Work folder: what is made, and what a stopped run needs to go on.")]
-Steps = Annotated[
-    int,
-    Option(min=1, help="Optimizer steps in all; the rate decays over the last part. A finished run goes on with more."),
-]
-Rate = Annotated[float, Option(min=0.0, help="Peak learning rate of Muon (matrices) and AdamW (the rest).")]
+STEPS = "Optimizer steps in all; the rate decays over the last part. A finished run goes on with more."
+RATE = "Peak learning rate of Muon (matrices) and AdamW (the rest)."
+Steps = Annotated[int, Option(min=1, help=STEPS)]
+Rate = Annotated[float, Option(min=0.0, help=RATE)]
 Seed = Annotated[int, Option(min=0, help="Of weights, data order and every other draw.")]
 Threads = Annotated[int, Option(min=0, help="CPU threads; 0 leaves the choice to torch.")]
 Resume = Annotated[
@@ -44,6 +43,30 @@ class Lessons(NamedTuple):
 
     data: Responses
     target: Target
+
+
+class Loop(NamedTuple):
+    """How the loop runs; what is not given is the recipe's."""
+
+    follows: Annotated[
+        Literal["ours", "paper"],
+        Option("--recipe", help="Whose training: what it says holds where no option does. paper: `dart` only."),
+    ] = "ours"
+    epochs: Annotated[int | None, Option(min=1, help="Passes over the responses, in the place of --steps.")] = None
+    optimizer: Annotated[
+        Literal["muon", "adamw"] | None, Option(help="muon: of matrices, AdamW of the rest (ours). adamw: of all.")
+    ] = None
+    beta2: Annotated[float | None, Option(min=0.0, max=0.9999, help="AdamW's second beta; ours is 0.95.")] = None
+    schedule: Annotated[
+        Literal["linear", "cosine"] | None,
+        Option(help="After the warm-up. linear: flat, then falling over the last 40 % (ours). cosine: to 0."),
+    ] = None
+    weight_decay: Annotated[float | None, Option(min=0.0, help="Of matrices; ours is 0.05.")] = None
+    clip: Annotated[float | None, Option(min=0.001, help="Most that a gradient's norm may be; ours is 1.")] = None
+
+    def given(self) -> dict[str, Any]:
+        """The settings of the loop that were given."""
+        return {name: value for name, value in self._asdict().items() if name != "follows" and value is not None}
 
 
 class Machine(NamedTuple):

@@ -43,6 +43,7 @@ class DartConfig(Recipe):
         is_shifted: whether a row predicts the token after its own place; False is the ablation in which the entry
             predicts nothing and every mask its own token, as diffusion language models do.
         anchors_per_row: drafts of one response in one optimizer step; 0 takes every place, as the paper.
+        head: what the output layer begins as: the ``target``'s own, or ``random``. The paper does not say.
     """
 
     draft_vocab_size: int = 3072
@@ -50,6 +51,7 @@ class DartConfig(Recipe):
     gamma: float = 0.6
     is_shifted: bool = True
     anchors_per_row: int = 32
+    head: Literal["target", "random"] = "target"
 
 
 class DartDrafter(EntryDrafter):
@@ -201,7 +203,8 @@ def train_dart(
     rows = read_generations(data, "train", settings.vocab_size)
     kept = draft_vocabulary(rows, config.draft_vocab_size, settings.vocab_size)
     model = DartDrafter(config, settings, kept, loop.seed).to(place)
-    model.take_head(target.head)
+    if config.head == "target":
+        model.take_head(target.head)
     trainee = Trainee(
         "dart",
         model,

@@ -1,7 +1,7 @@
 """What training a drafter is, whichever its kind: options, a claim on the folder, the loop, evaluations, the report."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -76,6 +76,8 @@ def train_drafter(run: Run, trainee: Trainee, target: FrozenTarget, rows: list[G
         The held-out acceptance at the end, also in ``out/acceptance.json`` (empty without ``dev-*`` shards).
     """
     data, target_folder, out, config, loop = run
+    if loop.epochs:  # at least one step, which then says that there are too few rows
+        loop = replace(loop, steps=max(1, loop.epochs * (len(rows) // config.rows_per_step)), epochs=0)
     has_dev = list(data.glob("dev-*.jsonl.gz"))
     held_out = read_generations(data, "dev", target.config.vocab_size) if has_dev else []
 

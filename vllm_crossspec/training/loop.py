@@ -1,16 +1,17 @@
 """One training loop for every model of the project: seeded, resumable, with a progress bar and a loss curve.
 
-Matrices are trained with Muon and everything else with AdamW (both from torch), under a schedule that warms up,
-stays, and decays linearly over the last part of the run.
+If nothing is said, matrices are trained with Muon and everything else with AdamW (both from torch), under a schedule
+that warms up, stays, and decays linearly over the last part of the run.
 """
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -24,20 +25,30 @@ class LoopConfig:
 
     Attributes:
         steps: optimizer steps in all.
+        epochs: passes over the data that the caller turns into ``steps``; 0 leaves them.
         lr: peak learning rate, shared by Muon (RMS-matched) and AdamW.
+        optimizer: ``muon`` for matrices and AdamW for the rest, or ``adamw`` for all.
+        beta2: of AdamW, whose first beta is 0.9.
         warmup: steps of linear warm-up.
-        cooldown: share of the run, at its end, over which the rate falls to a twentieth.
+        schedule: ``linear`` falls to a twentieth over the last part of the run, ``cosine`` from the warm-up on to 0.
+        cooldown: that last part, a share of the run.
         weight_decay: of both optimizers, on matrices only.
+        clip: most that the gradient's norm may be; a larger one is scaled down to it.
         seed: of weights, data order and every other draw.
         save_every: steps between resumable checkpoints.
         eval_every: steps between evaluations.
     """
 
     steps: int
+    epochs: int = 0
     lr: float = 2e-3
+    optimizer: Literal["muon", "adamw"] = "muon"
+    beta2: float = 0.95
     warmup: int = 50
+    schedule: Literal["linear", "cosine"] = "linear"
     cooldown: float = 0.4
     weight_decay: float = 0.05
+    clip: float = 1.0
     seed: int = 0
     save_every: int = 100
     eval_every: int = 200
@@ -45,12 +56,15 @@ class LoopConfig:
     def rate(self, step: int) -> float:
         """The factor on ``lr`` at ``step`` (counted from 0)."""
         rise = min(1.0, (step + 1) / max(1, self.warmup))
+        if self.schedule == "cosine":
+            fallen = max(0, step - self.warmup) / max(1, self.steps - self.warmup)
+            return rise * 0.5 * (1.0 + math.cos(math.pi * fallen))
         left = (self.steps - step) / max(1.0, self.cooldown * self.steps)
         return rise * max(0.05, min(1.0, left))
 
 
 def make_optimizers(model: torch.nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
-    """Muon for hidden matrices, AdamW for embeddings, output heads, norms and vectors.
+    """Muon for hidden matrices, AdamW for embeddings, output heads, norms and vectors; or AdamW for all.
 
     Parameters with an ``lr_scale`` are AdamW's, too, at so many times the rate.
     """
@@ -66,14 +80,16 @@ def make_optimizers(model: torch.nn.Module, config: LoopConfig) -> list[torch.op
             is_matrix = parameter.ndim == 2 and "embed" not in name and "lm_head" not in name
             (matrices if is_matrix else rest).append(parameter)
     optimizers: list[torch.optim.Optimizer] = []
-    if matrices:
+    groups: list[dict[str, Any]] = [{"params": rest}] if rest else []
+    groups += [{"params": parameters, "scale": scale} for scale, parameters in scaled.items()]
+    if matrices and config.optimizer == "muon":
         optimizers.append(
             torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
         )
-    groups: list[dict[str, Any]] = [{"params": rest}] if rest else []
-    groups += [{"params": parameters, "scale": scale} for scale, parameters in scaled.items()]
+    elif matrices:
+        groups.append({"params": matrices, "weight_decay": config.weight_decay})
     if groups:
-        optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=0.0))
+        optimizers.append(torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, config.beta2), weight_decay=0.0))
     return optimizers
 
 
@@ -135,7 +151,7 @@ class Trainer:
         self.model.train()
         loss, figures = self.loss_fn(self.model, next(self.data), generator)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
