@@ -28,20 +28,17 @@ from intervals import Walk, gain
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from safetensors.torch import load_file
 
 from vllm_crossspec.cli import meta
-from vllm_crossspec.drafters.checkpoint import check_drafter, read_config
-from vllm_crossspec.drafters.confu.checkpoint import check_target
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.training.blocks import rotate
-from vllm_crossspec.training.confu import ConfuConfig, ConfuDrafter
+from vllm_crossspec.training.confu import ConfuDrafter
+from vllm_crossspec.training.confu_head_states import load_confu
 from vllm_crossspec.training.eagle3 import Eagle3Config, Eagle3Drafter, read_start
 from vllm_crossspec.training.generations import Generation, collate, read_generations
 from vllm_crossspec.training.start import load_start
 from vllm_crossspec.training.states import FrozenTarget, load_target
 from vllm_crossspec.tree.torch_ops import DynamicTree
-from vllm_crossspec.types import TargetFacts
 
 ROWS_AT_ONCE = 32
 CHAIN = 7
@@ -57,54 +54,65 @@ class Size(NamedTuple):
     depth: int
     top_k: int
 
+    @property
+    def most(self) -> int:
+        """Nodes that a tree so deep and wide can have."""
+        return self.top_k + (self.depth - 1) * self.top_k**2
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+
+class Models(NamedTuple):
+    """A target, and what drafts for it."""
+
+    target: FrozenTarget
+    confu: ConfuDrafter
+    control: Eagle3Drafter
+
+
+class Decoded(NamedTuple):
+    """B texts decoded.
+
+    Attributes:
+        walk: their tokens and rounds.
+        reached: int64 [B, depth], rounds that accepted at least 1, 2, ... drafts.
+    """
+
+    walk: Walk
+    reached: np.ndarray
+
+
+def add_inputs(parser: argparse.ArgumentParser) -> None:
+    """Options that name responses and models."""
     add = parser.add_argument
     add("--responses", type=Path, required=True, help="folder that `crossspec train generate` wrote for this target")
     add("--split", default="dev", help="its shards SPLIT-*.jsonl.gz; only greedy responses count")
     add("--target", type=Path, default=POCKET / "target", help="folder of the target")
     add("--confu", type=Path, default=POCKET / "confu", help="folder of the ConFu drafter")
     add("--control", type=Path, default=POCKET / "eagle3-longer", help="folder of the EAGLE-3 drafter beside it")
+    add("--rows", type=int, help="at most so many responses")
+    add("--threads", type=int, default=1, help="of PyTorch")
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_inputs(parser)
+    add = parser.add_argument
     add("--nodes", default="0,60", help=f"sizes of trees, with commas between them; 0 is a chain of {CHAIN} tokens")
     add("--depth", type=int, default=8, help="levels of a tree")
     add("--top-k", type=int, default=10, help="nodes of a level that are expanded, and candidates of each")
-    add("--rows", type=int, help="at most so many responses")
-    add("--threads", type=int, default=1, help="of PyTorch")
     add("--json", type=Path, help="also write the document to this file")
     options = parser.parse_args(argv)
     try:
         options.nodes = [int(nodes) for nodes in options.nodes.split(",")]
     except ValueError:
         parser.error(f"--nodes {options.nodes}: give numbers with commas between them")
-    most = options.top_k + (options.depth - 1) * options.top_k**2
+    most = Size(0, options.depth, options.top_k).most
     if options.depth < 1 or options.top_k < 1 or not all(0 <= nodes <= most for nodes in options.nodes):
         parser.error(f"--nodes {options.nodes}: 0 to {most} with --depth {options.depth} and --top-k {options.top_k}")
     return options
 
 
 # -- the drafters ---------------------------------------------------------------------------------------------
-
-
-def load_confu(folder: Path, target_folder: Path, target: FrozenTarget) -> ConfuDrafter:
-    """A ConFu drafter as :func:`vllm_crossspec.training.confu.checkpoint` writes it, in float32."""
-    config = target.config
-    facts = TargetFacts(str(target_folder), config.hidden_size, config.vocab_size, config.num_hidden_layers)
-    check_drafter("confu", str(folder.resolve()), "--confu", facts)
-    settings = read_config(str(folder.resolve()), "--confu")
-    check_target(settings, "--confu", str(target_folder))
-    tensors = load_file(folder / "model.safetensors")
-    offsets = tensors.pop("d2t", torch.zeros(settings["draft_vocab_size"], dtype=torch.int64))
-    tensors.pop("t2d", None)
-    kept = offsets + torch.arange(len(offsets))
-    names = ("num_soft_prompts", "num_experts", "top_experts", "draft_vocab_size")
-    inner = settings["transformer_layer_config"]["intermediate_size"]
-    sizes = ConfuConfig(intermediate_size=inner, **{name: settings[name] for name in names})
-    model = ConfuDrafter(sizes, config, kept, seed=0)
-    weights = {name.replace("layers.0.", "midlayer."): x.float() for name, x in tensors.items()}
-    model.load_state_dict(weights | {"kept": kept})
-    return model.eval()
 
 
 def load_control(folder: Path, target: FrozenTarget) -> Eagle3Drafter:
@@ -114,6 +122,26 @@ def load_control(folder: Path, target: FrozenTarget) -> Eagle3Drafter:
     model = Eagle3Drafter(sizes, target.config, kept, seed=0)
     load_start(model, start)
     return model.eval()
+
+
+def load_models(options: argparse.Namespace) -> Models:
+    """What :func:`add_inputs` named. Raises ValueError, one sentence that names the option, before weights are read."""
+    responses = options.responses
+    if not list(responses.glob(f"{options.split}-*.jsonl.gz")):
+        raise ValueError(f"--responses {responses}: no {options.split}-*.jsonl.gz; see `crossspec train generate`")
+    causal_lm, _ = load_target(options.target, torch.float32)
+    confu = load_confu(options.confu, options.target, causal_lm.config, "--confu")
+    target = FrozenTarget(causal_lm, default_target_layers(causal_lm.config.num_hidden_layers), bfloat16=False)
+    return Models(target, confu, load_control(options.control, target))
+
+
+def read_rows(options: argparse.Namespace, vocab_size: int, deepest: int) -> list[Generation]:
+    """Greedy responses that are longer than ``deepest`` tokens, the shortest first."""
+    rows = read_generations(options.responses, options.split, vocab_size)
+    rows = [row for row in rows if row.greedy and len(row.response_ids) > deepest][: options.rows]
+    if not rows:
+        raise ValueError(f"--responses {options.responses}: no greedy response is longer than {deepest} tokens")
+    return sorted(rows, key=lambda row: len(row.prompt_ids) + len(row.response_ids))
 
 
 # -- decoding -------------------------------------------------------------------------------------------------
@@ -146,17 +174,19 @@ class Group:
         attention, places = model.midlayer.self_attn, torch.arange(tokens.shape[1] - 1)
         self.keys, self.values = attention.keys_values(entries, places, model.theta)
 
-    def walk(self, size: Size) -> Walk:
+    def decode(self, size: Size) -> Decoded:
         """Decode all responses with trees of ``size``; rounds that would reach past a response's end are not made."""
         place, before = self.batch.starts - 1, torch.full_like(self.batch.starts, -1)
         tokens, rounds = torch.zeros_like(place), torch.zeros_like(place)
+        reached = torch.zeros(len(place), size.depth, dtype=torch.int64)
         while len(active := (place + 1 + size.depth < self.batch.ends).nonzero()[:, 0]):
-            emitted = Round(self, active, place[active], before[active]).accepted(size) + 1
+            accepted = Round(self, active, place[active], before[active]).accepted(size)
             before[active] = place[active]
-            place[active] += emitted
-            tokens[active] += emitted
+            place[active] += accepted + 1
+            tokens[active] += accepted + 1
             rounds[active] += 1
-        return Walk(tokens.numpy(), rounds.numpy())
+            reached[active] += torch.arange(size.depth) < accepted[:, None]
+        return Decoded(Walk(tokens.numpy(), rounds.numpy()), reached.numpy())
 
 
 class Round:
@@ -269,14 +299,15 @@ def decode(
     *,
     futures: bool = True,
     advance: Callable[[int], None] = lambda count: None,
-) -> Walk:
+) -> Decoded:
     """Decode ``rows``, which are of falling or rising length, in groups; ``advance`` hears of each."""
-    walks = []
+    found = []
     for begin in range(0, len(rows), ROWS_AT_ONCE):
         group = rows[begin : begin + ROWS_AT_ONCE]
-        walks.append(Group(model, target, group, futures).walk(size))
+        found.append(Group(model, target, group, futures).decode(size))
         advance(len(group))
-    return Walk(*(np.concatenate(part) for part in zip(*walks, strict=True)))
+    walk = Walk(*(np.concatenate(part) for part in zip(*(group.walk for group in found), strict=True)))
+    return Decoded(walk, np.concatenate([group.reached for group in found]))
 
 
 # -- figures --------------------------------------------------------------------------------------------------
@@ -284,19 +315,8 @@ def decode(
 
 def measure(options: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
     """One row of figures for every size and drafter."""
-    responses = options.responses
-    if not list(responses.glob(f"{options.split}-*.jsonl.gz")):
-        raise ValueError(f"--responses {responses}: no {options.split}-*.jsonl.gz; see `crossspec train generate`")
-    causal_lm, _ = load_target(options.target, torch.float32)
-    target = FrozenTarget(causal_lm, default_target_layers(causal_lm.config.num_hidden_layers), bfloat16=False)
-    confu = load_confu(options.confu, options.target, target)
-    control = load_control(options.control, target)
-    deepest = max(options.depth, CHAIN)
-    rows = read_generations(responses, options.split, causal_lm.config.vocab_size)
-    rows = [row for row in rows if row.greedy and len(row.response_ids) > deepest][: options.rows]
-    if not rows:
-        raise ValueError(f"--responses {responses}: no greedy response is longer than {deepest} tokens")
-    rows.sort(key=lambda row: len(row.prompt_ids) + len(row.response_ids))
+    target, confu, control = load_models(options)
+    rows = read_rows(options, target.config.vocab_size, max(options.depth, CHAIN))
     categories = [row.category for row in rows]
     bar = progress.add_task("responses", total=3 * len(options.nodes) * len(rows))
     found = []
@@ -304,7 +324,7 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[dict[str, A
         size = Size(nodes, options.depth, options.top_k) if nodes else Size(CHAIN, CHAIN, 1)
         runs = (("confu", confu, True), ("control", control, True), ("confu, no futures", confu, False))
         walks = {
-            name: decode(model, target, rows, size, futures=futures, advance=lambda n: progress.advance(bar, n))
+            name: decode(model, target, rows, size, futures=futures, advance=lambda n: progress.advance(bar, n)).walk
             for name, model, futures in runs
         }
         for name, walk in walks.items():

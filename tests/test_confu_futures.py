@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import confu_offline
 
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
+from vllm_crossspec.training.confu_head_states import load_confu
 from vllm_crossspec.training.generations import Generation
 from vllm_crossspec.training.states import FrozenTarget, load_target
 
@@ -51,7 +52,7 @@ def target():
 @pytest.fixture(scope="module")
 def trained(target):
     """The pocket drafter as training has it."""
-    return confu_offline.load_confu(engines.CONFU, engines.TARGET, target)
+    return load_confu(engines.CONFU, engines.TARGET, target.config, "model")
 
 
 # -- an engine's rounds against training's code ---------------------------------------------------------------------
@@ -186,7 +187,7 @@ def test_offline_rounds_are_an_engines(llm, mode, target, trained, how):
         start, tokens, rounds = watched(llm, prompt, how)
         tokens = tokens[: -size.depth - 1]  # so that the engine has a round behind the last one
         row = Generation(tokens[:start], tokens[start:], "chat", True)
-        walk = confu_offline.decode(trained, target, [row], size, futures=how is sabotage.mend)
+        walk = confu_offline.decode(trained, target, [row], size, futures=how is sabotage.mend).walk
         places = [found["place"] for found in rounds]
         inside = [place for place in places if place + 1 + size.depth < len(tokens)]
         assert walk.rounds[0] == len(inside)

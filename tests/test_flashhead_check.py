@@ -129,22 +129,23 @@ def test_drafters_in_torchs_own_format_are_read(tmp_path):
         read_output_embedding(tmp_path)
 
 
-def test_the_command_builds_for_a_drafter(tmp_path):
+@pytest.mark.parametrize("kind", ["eagle3", "confu"])
+def test_the_command_builds_for_a_drafter(tmp_path, kind):
     """Its recall is measured on the states of its own drafts; special ids are the target's, as far as it knows them."""
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "clusters"
     prompts.write_text('{"prompt": "Why is the sky blue?"}\n')
     settings = ("--target", TARGET, "--prompts", prompts, "--new-tokens", 5, "--device", "cpu")
     size = ("--cluster-size", 32, "--iterations", 1)
-    done = call("build", EAGLE3, "--out", out, *size, "--recall", 0.9, *settings)
+    done = call("build", POCKET / kind, "--out", out, *size, "--recall", 0.9, *settings)
     assert done.exit_code == 0, done.exception
     assets = read_assets(out, vocab_size=3072, hidden_size=256)
-    kept = read_target_ids(EAGLE3)
+    kept = read_target_ids(POCKET / kind)
     specials = [int(token) for token in kept[list(assets.special_token_ids)]]
     assert specials and set(specials) <= {0, 1, 2, 3}
     assert assets.facts["measured_on"] == 7 * 5 and assets.num_probes < 96
-    judged = call("recall", EAGLE3, "--assets", out, *settings)
+    judged = call("recall", POCKET / kind, "--assets", out, *settings)
     assert judged.exit_code == 0, judged.exception
-    check(named(out))
+    check(DrafterConfig(kind=kind, model=str(POCKET / kind), head={"model": str(out)}))
 
 
 @pytest.mark.parametrize(
@@ -153,6 +154,21 @@ def test_the_command_builds_for_a_drafter(tmp_path):
         (("build", EAGLE3, "--out", "x", "--recall", 0.9), "drafts from a target's states; name that target"),
         (("build", TARGET, "--out", "x", "--recall", 0.9, "--target", TARGET), "is a language model of its own"),
         (("build", POCKET / "dflash", "--out", "x"), "uses its target's: give the target's folder"),
+        (
+            (
+                "build",
+                POCKET / "confu",
+                "--out",
+                "x",
+                "--recall",
+                0.9,
+                "--target",
+                POCKET / "draft-model",
+                "--iterations",
+                1,
+            ),
+            "MODEL: this drafter has soft prompts for 8 layers, but",
+        ),
         (
             ("build", POCKET / "dart", "--out", "x", "--recall", 0.9, "--target", TARGET, "--iterations", 1),
             "is a dart drafter, whose states cannot be had here; leave out --recall and choose --probes",

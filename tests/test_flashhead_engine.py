@@ -24,8 +24,14 @@ SPECS = {
     "dflash": engines.ours("dflash", engines.DFLASH),
     "dflash-tree": engines.tree("dflash", engines.DFLASH, num_nodes=24),
     "dart-tree": engines.tree("dart", engines.DART, num_nodes=24),
+    "confu-tree": engines.tree("confu", engines.CONFU, num_nodes=24),
 }
-SHARED = {"dflash": engines.TARGET, "dflash-tree": engines.TARGET, "dart-tree": engines.DART}
+SHARED = {
+    "dflash": engines.TARGET,
+    "dflash-tree": engines.TARGET,
+    "dart-tree": engines.DART,
+    "confu-tree": engines.CONFU,
+}
 """Whose output embedding a drafter's head is made of where nothing is shipped: DFlash has none of its own."""
 
 

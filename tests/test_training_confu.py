@@ -6,15 +6,29 @@ import pytest
 import torch
 import torch.nn.functional as F
 from test_training_drafters import NaiveEagle3, scramble
-from tiny_training import CONFU, DEPTH, EAGLE3, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, VOCAB, frozen_target, random_rows
+from tiny_training import (
+    CONFU,
+    DEPTH,
+    EAGLE3,
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LOOP,
+    VOCAB,
+    frozen_target,
+    random_rows,
+)  # fmt: skip
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import DynamicCache
 
+from vllm_crossspec.cli.train_drafters import CONFU_RECIPES
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.training import confu
 from vllm_crossspec.training.blocks import rotate
 from vllm_crossspec.training.confu import ConfuDrafter, Mixture, confu_loss, contemplation_mask, replicate
 from vllm_crossspec.training.generations import Batch, collate, sample_anchors
+from vllm_crossspec.training.loop import make_optimizers
 
 # The form without compilation is meant to be slow.
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
@@ -211,7 +225,54 @@ def test_without_futures_nothing_contemplates(target):
     assert _gradients(target, replace(CONFU, no_future=0.0))["no_future_embed"] == 0
 
 
+PAPER = replace(CONFU, **CONFU_RECIPES["paper"])
+
+
+def test_the_papers_recipe_has_no_gradient_but_the_drafters(target):
+    """No skip to learn, and futures are told what they are for by the drafts alone."""
+    gradients = _gradients(target, replace(PAPER, no_future=0.5))
+    assert [name for name, x in gradients.items() if not x] == ["future_skip.weight"]
+    unread = _gradients(target, replace(PAPER, no_future=1.0))
+    contemplating = [name for name in unread if name.startswith(("soft_prompts", "contemplate_embed"))]
+    assert len(contemplating) == 4 and not any(unread[name] for name in contemplating)
+
+
+def test_the_papers_recipe_begins_and_steps_as_eagle3_does(target):
+    """Experts begin alike where they are aimed, and as unlike as tokens where not; one rate for all."""
+    tokens = torch.randint(0, VOCAB, (40,), generator=torch.Generator().manual_seed(0))
+    alike, rates = [], []
+    for config in (CONFU, PAPER):
+        model = ConfuDrafter(config, target.config, KEPT, seed=0)
+        model.set_up(target, tokens, 0, config.aimed)
+        experts = F.normalize(model.future_embed.experts.detach() - target.embedding.mean(0))
+        alike.append((experts @ experts.T)[0, 1:].abs().max().item())
+        groups = [group for made in make_optimizers(model, LOOP) for group in made.param_groups]
+        rates.append({group.get("scale", 1.0) for group in groups})
+    assert alike[0] > 0.8 > 0.6 > alike[1]
+    assert rates == [{1.0, 2.0}, {1.0}]
+
+
 # ---- the loss
+
+
+def test_gradients_are_those_of_the_kl_divergence(target, monkeypatch):
+    """Of the paper's loss, which is less by the entropy of the target's distribution."""
+    config, found = replace(CONFU, no_future=0.5), []
+
+    def divergence(logits, said, reduction="batchmean"):
+        return F.kl_div(logits.log_softmax(-1), said, reduction=reduction)
+
+    for function in (F.cross_entropy, divergence):
+        monkeypatch.setattr(F, "cross_entropy", function)
+        model, batch = make_drafter(target, config), collate(random_rows(8, seed=9))
+        loss, _ = confu_loss(model, target, batch, config, torch.Generator().manual_seed(0))
+        loss.backward()
+        found.append((loss.item(), {name: x.grad for name, x in model.named_parameters()}))
+    (ours, gradients), (papers, expected) = found
+    assert ours > papers + 0.01
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+        assert gradient.abs().max() > 1e-4, name
 
 
 def test_replicas_are_the_places_of_equation_3():
@@ -254,7 +315,7 @@ def by_hand(target, model, batch, config, seed):
                     continue
                 alone = type(states)(*(x[row : row + 1] for x in states))
                 at = torch.tensor([[place]])
-                entry = model.future_entries(alone, future, at)
+                entry = model.future_entries(alone, future, at if config.replicas_choose else torch.tensor([[anchor]]))
                 more = {"last_entry": entry, "skip": model.future_skip(future)}
                 steps = model.unroll(alone, tokens, target.embedding, at, config.num_steps, **more)
                 for step, logits in enumerate(steps):
@@ -267,7 +328,9 @@ def by_hand(target, model, batch, config, seed):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("changes", [{}, {"replicas": 0}, {"no_future": 1.0}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"replicas": 0}, {"no_future": 1.0}, {"replicas_choose": False, "step_decay": 1.0}]
+)
 def test_the_loss_is_equation_3(target, changes):
     config = replace(CONFU, **({"no_future": 0.3, "future_loss": 0.0} | changes))
     model, batch = make_drafter(target, config), collate(random_rows(10, seed=8))
@@ -276,9 +339,11 @@ def test_the_loss_is_equation_3(target, changes):
     assert count > 20
     assert loss.item() == pytest.approx(expected, rel=1e-5)
     assert 0 <= shares["hit_1"] <= 1 and f"hit_{config.num_steps}" in shares
-    for other in ({"replicas": 1}, {"no_future": 0.6}):  # the same draws, read otherwise
+    others = [({"replicas": 1}, 1e-3), ({"no_future": 0.6}, 1e-3), ({"step_decay": 0.9}, 1e-4)]
+    others += [({"replicas_choose": not config.replicas_choose}, 1e-4)] if config.replicas else []
+    for other, least in others:  # the same draws, read otherwise
         loss, _ = confu_loss(model, target, batch, replace(config, **other), torch.Generator().manual_seed(0))
-        assert loss.item() != pytest.approx(expected, rel=1e-3)
+        assert loss.item() != pytest.approx(expected, rel=least)
 
 
 @torch.no_grad()

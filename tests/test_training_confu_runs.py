@@ -22,11 +22,13 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import confu_offline
 
 from vllm_crossspec.cli.train import app as train_app
+from vllm_crossspec.cli.train_drafters import CONFU as CONFU_TRAINER
+from vllm_crossspec.cli.train_drafters import ConfuRecipe
 from vllm_crossspec.drafters.checkpoint import check_drafter, read_config
 from vllm_crossspec.drafters.confu.checkpoint import ConfuShape, check_target, read_shape
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.training import eagle3
-from vllm_crossspec.training.confu import train_confu
+from vllm_crossspec.training.confu import ConfuConfig, train_confu
 from vllm_crossspec.training.drafter_run import offline_acceptance
 from vllm_crossspec.training.eagle3 import train_eagle3
 from vllm_crossspec.training.generations import Generation, read_generations, write_shard
@@ -131,6 +133,33 @@ def test_a_gpu_trains_as_the_cpu_does(tmp_path, config, responses, target_folder
     assert losses(tmp_path / "cuda") == pytest.approx(losses(tmp_path / "cpu"), rel=1e-3)
 
 
+# ---- the paper's recipe
+
+
+def test_the_papers_recipe_trains_and_goes_on(tmp_path, start, responses, target_folder):
+    options = {"num_soft_prompts": 3, "num_experts": 4, "replicas": 2, "num_steps": 4}
+    few = {"rows_per_step": 4, "anchors_per_row": 5, "bfloat16": False}
+    recipe = ConfuRecipe(start=start, recipe_name="paper", **options, **few)
+    config = ConfuConfig(**CONFU_TRAINER.settings(recipe))
+    flat = {"lr": 2e-3, "warmup": 1, "cooldown": 0.0, "save_every": 2}
+    for out, steps in (("whole", 4), ("stopped", 2), ("stopped", 4)):
+        train_confu(responses, target_folder, tmp_path / out, config, LoopConfig(steps=steps, **flat))
+    assert losses(tmp_path / "stopped") == losses(tmp_path / "whole")
+    tensors = load(tmp_path / "stopped" / "model")[1]
+    assert not tensors["future_skip.weight"].any() and tensors["soft_prompts.keys"].any()
+    learned = torch.load(tmp_path / "stopped" / "state.pt", weights_only=True)["model"]
+    assert not learned["future_skip.weight"].any()
+    pocket = ConfuConfig(**CONFU_TRAINER.settings(recipe._replace(recipe_name="pocket")))
+    assert pocket == replace(ConfuConfig(**options, **few), start=config.start)
+    with pytest.raises(
+        ValueError, match="other aimed, future_loss, future_skip, new_rate, replicas_choose, step_decay"
+    ):
+        train_confu(responses, target_folder, tmp_path / "whole", pocket, LoopConfig(steps=5, **flat))
+    # What is given counts, beside the paper's others.
+    other = ConfuConfig(**CONFU_TRAINER.settings(recipe._replace(future_skip=True, new_rate=3.0)))
+    assert other == replace(config, future_skip=True, new_rate=3.0)
+
+
 # ---- the commands
 
 
@@ -209,6 +238,8 @@ def test_commands_refuse_before_they_work(tmp_path, start_run, start, responses,
     assert CliRunner().invoke(train_app, ["confu", *given[:at], *given[at + 2 :]]).exit_code == 2
     error = command("confu", *given, "--experts", 2, "--top-experts", 3)
     assert str(error) == "--top-experts 3 must be at most --experts 2, of which they are chosen"
+    error = command("confu", *given, "--recipe", "papr")
+    assert str(error) == "--recipe: no recipe is called 'papr'; did you mean 'paper'?"
     for option in ("--draft-vocab", "--intermediate-size"):
         assert str(command("eagle3", *given, option, 7)).startswith(f"{option} 7: a drafter that goes on from --start")
     assert not out.exists()
@@ -259,9 +290,9 @@ def copy_of(start, folder, tensors=None, **changes):
         ({}, {"head_dim": 8}, f"has head_dim 8, but the target has {HEAD_DIM}"),
         ({}, {"rope_theta": 5e5}, "has rope_theta 500000.0, but the target has 10000"),
         ({}, {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}, r"reads target layers \[1, 2, 3\], not \[2, 4, 5\]"),
-        ({"fc.weight": None}, {}, "fc.weight is missing in model.safetensors"),
-        ({"d2t": None}, {}, "d2t is missing in model.safetensors"),
-        ({"midlayer.mask_rep": torch.zeros(64)}, {}, "midlayer.mask_rep does not belong there"),
+        ({"fc.weight": None}, {}, "fc.weight is missing among its weights"),
+        ({"d2t": None}, {}, "d2t is missing among its weights"),
+        ({"midlayer.mask_rep": torch.zeros(64)}, {}, "midlayer.mask_rep does not belong among"),
         ({"norm.weight": torch.zeros(33)}, {}, r"norm.weight is \[33\], but \[32\] for this target"),
     ],
 )
@@ -281,8 +312,26 @@ def test_other_drafters_are_no_start(tmp_path, config, start, responses, target_
     refused(tmp_path, responses, target_folder, replace(config, start=str(confu)), sentence)
     dflash = checkpoints.random_dflash(tmp_path / "dflash", target_folder)
     refused(tmp_path, responses, target_folder, replace(config, start=str(dflash)), "not an EAGLE-3 drafter")
+
+
+def test_weights_may_be_a_bin_of_tensors_and_no_more(tmp_path, config, start, responses, target_folder):
+    """SafeAILab's published drafters are such files; one that would run code when it is read runs none."""
     as_bin = checkpoints.eagle3_as_bin(start, tmp_path / "bin")
-    refused(tmp_path, responses, target_folder, replace(config, start=str(as_bin)), "has no model.safetensors")
+    for name, folder in (("bin", as_bin), ("safe", start)):
+        train_confu(responses, target_folder, tmp_path / f"from-{name}", replace(config, start=str(folder)), STILL)
+    tensors, expected = (load(tmp_path / f"from-{name}" / "model")[1] for name in ("bin", "safe"))
+    assert tensors.keys() == expected.keys() and all(torch.equal(tensors[name], x) for name, x in expected.items())
+    train_eagle3(responses, target_folder, tmp_path / "eagle3", replace(EAGLE3, start=str(as_bin)), STILL)
+    assert torch.equal(load(tmp_path / "eagle3" / "model")[1]["fc.weight"], expected["fc.weight"])
+
+    class Runs:
+        def __reduce__(self):
+            return open, (str(tmp_path / "ran"), "w")
+
+    torch.save({**load(start)[1], "fc.weight": Runs()}, as_bin / "pytorch_model.bin")
+    sentence = "--start .*pytorch_model.bin holds more than tensors"
+    refused(tmp_path, responses, target_folder, replace(config, start=str(as_bin)), sentence)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_bad_targets_and_data_are_one_sentence(tmp_path, config, responses, target_folder):

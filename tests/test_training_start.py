@@ -156,8 +156,8 @@ def test_the_command_refuses_before_it_works(tmp_path, start, responses, target_
         ({}, {"dflash_config": {"mask_token_id": 5, "target_layer_ids": [1, 3, 5]}}, "has token 5 as its mask, but"),
         ({}, {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [1, 2, 5]}}, r"\[1, 3, 5\] of .* \[1, 2, 5\]"),
         ({}, {"num_hidden_layers": None}, "config.json has no 'num_hidden_layers'"),
-        ({}, {"num_hidden_layers": 1}, r"layers.1.input_layernorm.weight does not belong there in model.safetensors"),
-        ({"layers.1.mlp.up_proj.weight": None}, {}, "layers.1.mlp.up_proj.weight is missing in model.safetensors"),
+        ({}, {"num_hidden_layers": 1}, r"layers.1.input_layernorm.weight does not belong among its weights"),
+        ({"layers.1.mlp.up_proj.weight": None}, {}, "layers.1.mlp.up_proj.weight is missing among its weights"),
         ({"norm.weight": torch.zeros(33)}, {}, r"norm.weight is \[33\], but \[32\] for this target"),
     ],
 )

@@ -42,7 +42,7 @@ PromptsOption = Annotated[
 ]
 TargetOption = Annotated[
     Path | None,
-    Option(help="Of a drafter that reads a target's states (EAGLE-3): its target, for special ids and recall."),
+    Option(help="Of a drafter that reads a target's states (EAGLE-3, ConFu): its target, for special ids and recall."),
 ]
 SpecialOption = Annotated[
     str | None,

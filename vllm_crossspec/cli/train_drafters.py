@@ -10,6 +10,7 @@ from typer import Option
 
 from vllm_crossspec.cli import train_options as shared
 from vllm_crossspec.cli.options import grouped
+from vllm_crossspec.names import look_up
 
 
 class Paper(NamedTuple):
@@ -138,6 +139,9 @@ class ConfuRecipe(NamedTuple):
     goes, and a drafter that reads this future. To see what futures are worth, compare with an EAGLE-3 drafter that
     trained for as long: `crossspec train eagle3 --start`, with the same `--steps`. The drafter works with this target
     alone. Prints and stores (`acceptance.json`) the tokens a round on the held-out responses.
+
+    `--recipe paper` leaves out what is ours: it stands for `--no-future-skip --unaimed --future-loss 0 --new-rate 1
+    --anchors-choose --step-decay 1`, each of which may also be given alone, or otherwise beside it.
     """
 
     start: Annotated[Path, Option(help="Folder of the EAGLE-3 drafter to go on from; its shape and vocabulary stay.")]
@@ -161,15 +165,54 @@ class ConfuRecipe(NamedTuple):
     no_future: Annotated[
         float, Option(min=0.0, max=1.0, help="Share of drafts without a future, as a request's first one is.")
     ] = 0.1
+    recipe_name: Annotated[
+        str,
+        Option(
+            "--recipe", help="`pocket`, as the shipped drafter's, or `paper`: the defaults of the options that follow."
+        ),
+    ] = "pocket"
     future_loss: Annotated[
-        float, Option(min=0.0, help="Weight of the futures' own loss: they foretell a token; 0 is the paper's.")
-    ] = 0.3
+        float | None, Option(min=0.0, help="Weight of the futures' own loss: they foretell a token; 0.3, or 0.")
+    ] = None
+    future_skip: Annotated[
+        bool | None,
+        Option("--future-skip/--no-future-skip", help="Drafts start from states to which a projection of f is added."),
+    ] = None
+    aimed: Annotated[
+        bool | None,
+        Option("--aimed/--unaimed", help="The future's experts begin where the drafter looks, or like any token's."),
+    ] = None
     new_rate: Annotated[
-        float, Option(min=0.01, help="Learning rate of what EAGLE-3 does not have, as a multiple of --lr.")
-    ] = 2.0
+        float | None,
+        Option(min=0.01, help="Learning rate of what EAGLE-3 does not have, as a multiple of --lr; 2, or 1."),
+    ] = None
+    replicas_choose: Annotated[
+        bool | None,
+        Option(
+            "--replicas-choose/--anchors-choose",
+            help="Whose state chooses the embedding of a future that is shared: the replica's, or its anchor's.",
+        ),
+    ] = None
+    step_decay: Annotated[
+        float | None, Option(min=0.01, max=1.0, help="Drafted token i weighs step-decay^i in the loss; 0.8, or 1.")
+    ] = None
     teacher_temperature: shared.Teacher = 1.0
     rows_per_step: shared.Rows = 16
     bfloat16: shared.Bfloat16 = True
+
+
+CONFU_RECIPES: dict[str, dict[str, Any]] = {
+    "pocket": {},
+    "paper": {
+        "future_loss": 0.0,
+        "future_skip": False,
+        "aimed": False,
+        "new_rate": 1.0,
+        "replicas_choose": False,
+        "step_decay": 1.0,
+    },
+}
+"""What ``--recipe`` sets (Qin et al. 2026, section 3.3); otherwise the config's defaults count."""
 
 
 def _confu_settings(recipe: ConfuRecipe) -> dict[str, Any]:
@@ -177,7 +220,9 @@ def _confu_settings(recipe: ConfuRecipe) -> dict[str, Any]:
     top, experts = recipe.top_experts, recipe.num_experts
     if top > experts:
         raise ValueError(f"--top-experts {top} must be at most --experts {experts}, of which they are chosen")
-    return {**recipe._asdict(), "start": str(recipe.start.resolve())}
+    given = _given(recipe)
+    chosen = look_up(given.pop("recipe_name"), CONFU_RECIPES, "--recipe", "recipe")
+    return {**chosen, **given, "start": str(recipe.start.resolve())}
 
 
 CONFU = Trainer(ConfuRecipe, "vllm_crossspec.training.confu", "ConfuConfig", "train_confu", 1500, 2e-3, _confu_settings)

@@ -51,8 +51,13 @@ class ConfuConfig(Eagle3Config):
         max_lag: an anchor's contemplate token is gated by the state 1 to ``max_lag + 1`` positions before it: in a
             round the gate is the last accepted token's, and the anchor lies somewhere on the tree behind it.
         no_future: share of the anchors that draft without a future, as the first round after a prompt does.
-        future_loss: weight of the futures' own loss (:func:`future_loss`); 0 is the paper's recipe.
-        new_rate: learning rate of what EAGLE-3 does not have, as a multiple of the run's.
+        replicas_choose: a place that borrows a future chooses the future's embedding by its own state, as inference
+            does; else by its anchor's, as equation 3 writes.
+        future_loss: weight of the futures' own loss (:func:`future_loss`); 0 is the paper's recipe, which has none.
+        future_skip: drafts start from states to which a projection of the future is added; in the paper they do not.
+        aimed: the future's experts begin where the drafter looks (:meth:`ConfuDrafter._aim`); else, as in the paper,
+            like the contemplate token's.
+        new_rate: learning rate of what EAGLE-3 does not have, as a multiple of the run's; the paper's is 1.
     """
 
     num_soft_prompts: int = 16
@@ -62,7 +67,10 @@ class ConfuConfig(Eagle3Config):
     replicas: int = 1
     max_lag: int = 7
     no_future: float = 0.1
+    replicas_choose: bool = True
     future_loss: float = 0.3
+    future_skip: bool = True
+    aimed: bool = True
     new_rate: float = 2.0
 
 
@@ -114,18 +122,19 @@ class ConfuDrafter(Eagle3Drafter):
         self.future_embed = Mixture(hidden, hidden, *experts)
         self.future_skip = nn.Linear(hidden, hidden, bias=False)
         self.no_future_embed = nn.Parameter(torch.zeros(hidden))
-        nn.init.zeros_(self.future_skip.weight)
+        nn.init.zeros_(self.future_skip.weight).requires_grad_(config.future_skip)
         for part in (self.soft_prompts, self.contemplate_embed, self.future_embed, self.future_skip):
             for parameter in part.parameters():
                 parameter.lr_scale = config.new_rate
         self.no_future_embed.lr_scale = config.new_rate
 
     @torch.no_grad()
-    def set_up(self, target: FrozenTarget, tokens: torch.Tensor, seed: int) -> None:
+    def set_up(self, target: FrozenTarget, tokens: torch.Tensor, seed: int, aimed: bool) -> None:
         """Start the new parts from what the target knows: keys, values and embeddings of a text of its own.
 
         Args:
             tokens: int64 [at least s]; the text's own keys and values become the soft prompts.
+            aimed: whether the future's experts begin where the drafter looks.
         """
         generator = torch.Generator().manual_seed(seed + 7)
         num_prompts = self.soft_prompts.keys.shape[2]
@@ -138,7 +147,8 @@ class ConfuDrafter(Eagle3Drafter):
             mixture.experts.copy_(mean + 0.5 * spread * noise)
             router = torch.randn(mixture.router.shape, generator=generator) * mixture.router.shape[1] ** -0.5
             mixture.router.copy_(router)
-        self._aim(target, tokens, generator)
+        if aimed:
+            self._aim(target, tokens, generator)
 
     def _aim(self, target: FrozenTarget, tokens: torch.Tensor, generator: torch.Generator) -> None:
         """Start future embeddings where the drafter looks: an entry that nobody looks at learns next to nothing.
@@ -189,7 +199,7 @@ class ConfuDrafter(Eagle3Drafter):
         return out.last_hidden_state
 
     def future_entries(self, states: States, futures: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-        """The entries [B, A, 2 H] that drafts at ``anchors`` keep last, for their futures [B, A, H]."""
+        """The entries [B, A, 2 H] of futures [B, A, H] whose embeddings the states at ``anchors`` choose."""
         return self.join(self.future_embed(self.fc(at(states.taps, anchors))), futures)
 
 
@@ -274,7 +284,7 @@ def confu_loss(
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Cross-entropy with the target at every unrolled step of every anchor and of its replicas (equation 3).
 
-    It differs from the paper's KL divergence by what no gradient sees, the target's own entropy.
+    The paper's KL divergence is less by the target's own entropy, of which no gradient knows: those are the same.
     """
     states, cache = target.states_and_cache(batch.tokens)
     anchors, real = sample_anchors(batch, -1, config.anchors_per_row, generator)
@@ -286,8 +296,9 @@ def confu_loss(
         own_loss, own_hits = future_loss(futures, target, states, batch, (anchors, real))
         futures = torch.where(has_future[..., None], futures, model.no_future_embed.to(futures.dtype))
         places, real = replicate(anchors, real, batch, config.replicas)
-        futures = futures.repeat_interleave(config.replicas + 1, dim=1)
-        entries, skip = model.future_entries(states, futures, places), model.future_skip(futures)
+        futures, borrowed = (x.repeat_interleave(config.replicas + 1, dim=1) for x in (futures, anchors))
+        choosing = places if config.replicas_choose else borrowed
+        entries, skip = model.future_entries(states, futures, choosing), model.future_skip(futures)
         steps = model.unroll(
             states, batch.tokens, target.embedding, places, config.num_steps, last_entry=entries, skip=skip
         )
@@ -428,7 +439,7 @@ def train_confu(
     target = FrozenTarget(causal_lm, default_target_layers(settings.num_hidden_layers), config.bfloat16)
     model = ConfuDrafter(config, settings, kept, loop.seed).to(place)
     load_start(model, start)
-    model.set_up(target, text, loop.seed)
+    model.set_up(target, text, loop.seed, config.aimed)
     trainee = Trainee(
         "confu",
         model,

@@ -184,7 +184,7 @@ def drafts(
 
 
 def read_start(folder: Path, target: Any, key: str = KEY) -> tuple[Start, torch.Tensor]:
-    """Read a drafter as :func:`train_eagle3` writes it; see :func:`start.read_drafter`.
+    """Read a drafter in SafeAILab's format, as :func:`train_eagle3` writes it; see :func:`start.read_drafter`.
 
     Returns:
         The drafter, and int64 [draft vocabulary], the target's ids of its tokens, rising.
@@ -200,7 +200,7 @@ def read_start(folder: Path, target: Any, key: str = KEY) -> tuple[Start, torch.
         raise ValueError(f"{start.name} reads target layers {read}, not {list(taps)}; {start.remedy}")
     tensors = {name: x for name, x in start.tensors.items() if name != "t2d"}
     if "d2t" not in tensors and facts.draft_vocab_size < target.vocab_size:
-        raise ValueError(f"{start.name}: d2t is missing in model.safetensors, which tells its tokens; {start.remedy}")
+        raise ValueError(f"{start.name}: d2t is missing among its weights, which tells its tokens; {start.remedy}")
     offsets = tensors.pop("d2t", torch.zeros(target.vocab_size, dtype=torch.int64))
     start = start._replace(tensors=tensors)
     check_names(start, NAMES)

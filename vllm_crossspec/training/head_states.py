@@ -1,7 +1,7 @@
 """Hidden states that the output layer of an EAGLE-3 drafter sees while it drafts beside its target."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,25 @@ def drafted_states(
     target, tokenizer = load_target(target_folder, torch.float32, device)
     drafter, taps = _load(folder, target, device)
     frozen = FrozenTarget(target, taps, bfloat16=False)
+    draft = lambda tokens, anchors: drafts(drafter, frozen, tokens, anchors, DRAFT_STEPS)  # noqa: E731
+    return states_of_drafts(drafter, draft, (target, tokenizer), prompts, new_tokens, progress)
+
+
+def states_of_drafts(
+    drafter: Eagle3Drafter,
+    draft: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    target: tuple[PreTrainedModel, Any],
+    prompts: Sequence[str],
+    new_tokens: int,
+    progress: Progress | None,
+) -> torch.Tensor:
+    """:func:`drafted_states` of a drafter at hand.
+
+    Args:
+        draft: given the tokens int64 [1, T] of prompt and answer, and where it begins, int64 [1, A].
+        target: the model and its tokenizer.
+    """
+    model, tokenizer = target
     states: list[torch.Tensor] = []
 
     def note(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:
@@ -72,11 +91,10 @@ def drafted_states(
 
     hook = drafter.lm_head.register_forward_pre_hook(note)
     for done, prompt in enumerate(prompts, 1):
-        inputs = render(tokenizer, prompt).to(device)
+        inputs = render(tokenizer, prompt).to(model.device)
         with torch.no_grad():
-            tokens = target.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
-            anchors = torch.arange(inputs["input_ids"].shape[1], tokens.shape[1], device=device)[None]
-            drafts(drafter, frozen, tokens, anchors, DRAFT_STEPS)
+            tokens = model.generate(**inputs, max_new_tokens=new_tokens, do_sample=False)
+            draft(tokens, torch.arange(inputs["input_ids"].shape[1], tokens.shape[1], device=model.device)[None])
         if progress is not None:
             progress("answers and drafts", done, len(prompts))
     hook.remove()

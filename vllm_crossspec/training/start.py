@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file
 
 from vllm_crossspec.drafters.checkpoint import check_drafter, read_config, require
+from vllm_crossspec.heads.flashhead.embedding import open_rows, tensor_files
 from vllm_crossspec.training.blocks import head_dim
 from vllm_crossspec.types import DrafterFacts, TargetFacts
 
@@ -38,10 +38,10 @@ class Start(NamedTuple):
 
 
 def read_drafter(folder: Path, target: Any, kind: str, made: str, key: str = KEY) -> Start:
-    """Read a drafter as ``crossspec train`` writes it.
+    """Read a drafter as ``crossspec train`` writes it, or as it was published.
 
     Args:
-        folder: its ``config.json`` and ``model.safetensors``.
+        folder: its ``config.json`` and weights: .safetensors files, or .bin ones that hold tensors and nothing else.
         target: configuration of the target (transformers) that it must fit.
         kind: of the drafter, a registry entry.
         made: what such a folder is, for messages.
@@ -61,11 +61,16 @@ def read_drafter(folder: Path, target: Any, kind: str, made: str, key: str = KEY
     facts = TargetFacts(name, target.hidden_size, target.vocab_size, target.num_hidden_layers)
     found = check_drafter(kind, str(folder.resolve()), key, facts)
     _check_attention(settings, folder, target, key, remedy)
-    weights = folder / "model.safetensors"
-    if not weights.is_file():
-        raise ValueError(f"{key} {folder} has no {weights.name}; {remedy}")
-    tensors = {name: x.float() if x.is_floating_point() else x for name, x in load_file(weights).items()}
-    return Start(f"{key} {folder}", remedy, settings, found, tensors)
+    return Start(f"{key} {folder}", remedy, settings, found, _read_tensors(folder, key))
+
+
+def _read_tensors(folder: Path, key: str) -> dict[str, torch.Tensor]:
+    tensors = {}
+    for name, file in tensor_files(folder, key).items():
+        with open_rows(file, name, key) as rows:
+            x = rows[:]
+        tensors[name] = x.float() if x.is_floating_point() else x
+    return tensors
 
 
 def _check_attention(settings: dict[str, Any], folder: Path, target: Any, key: str, remedy: str) -> None:
@@ -93,8 +98,8 @@ def check_names(start: Start, names: Set[str]) -> None:
     """
     wrong = sorted(names ^ start.tensors.keys())
     if wrong:
-        what = "does not belong there" if wrong[0] in start.tensors else "is missing"
-        raise ValueError(f"{start.name}: {wrong[0]} {what} in model.safetensors; {start.remedy}")
+        what = "does not belong" if wrong[0] in start.tensors else "is missing"
+        raise ValueError(f"{start.name}: {wrong[0]} {what} among its weights; {start.remedy}")
 
 
 def load_start(model: torch.nn.Module, start: Start) -> None:

@@ -18,6 +18,7 @@ KIND = DrafterKind(
     speculators_reader="vllm_crossspec.engine.models.confu_config:read",
     check_target="vllm_crossspec.drafters.confu.checkpoint:check_target",
     marks=("confu",),
+    head_states="vllm_crossspec.training.confu_head_states",
     trainer="vllm_crossspec.cli.train_drafters:CONFU",
     inflate="vllm_crossspec.drafters.confu.inflate",
 )

@@ -130,7 +130,12 @@ def _load_bin(file: Path, key: str) -> dict[str, torch.Tensor]:
     """The tensors of a file that torch wrote, mapped into memory; those that are not asked for are not read."""
     try:
         tensors: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, OSError, pickle.UnpicklingError, EOFError) as error:
+    except pickle.UnpicklingError:
+        raise ValueError(
+            f"{key} {file} holds more than tensors, which could run as code when it is read; save its tensors alone, "
+            "best as .safetensors"
+        ) from None
+    except (RuntimeError, OSError, EOFError) as error:
         why = str(error).splitlines()[0]
         raise ValueError(f"{key} {file} is damaged or cut short ({why}); copy it again") from None
     return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
