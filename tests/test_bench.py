@@ -8,6 +8,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -63,6 +64,29 @@ def test_rows_count_what_happened():
     assert [found["eagle3", c].identical_to_plain for c in ("chat", "code", "all")] == [True, False, False]
     assert found["plain", "all"].acceptance_length == 1.0 and found["plain", "all"].accepted_per_position == []
     assert found["plain", "all"].seconds == 3.0
+
+
+def test_requests_name_a_category_that_the_router_knows(monkeypatch):
+    """Of each category in its turn; a warm-up, which mixes them, names none."""
+    asked = []
+
+    class Client:
+        def __init__(self, llm, sampling, batch_size, report):
+            asked.append((sampling.get("extra_args"), sampling["temperature"]))
+
+        def answer(self, conversations):
+            return []
+
+    router = SimpleNamespace(by_category={"math": (0.5,)})
+    llm = mock.MagicMock()
+    llm.collective_rpc.return_value = [None]
+    monkeypatch.setattr(offline, "settings_of", lambda config: SimpleNamespace(router=router))
+    monkeypatch.setattr(offline, "Client", Client)
+    monkeypatch.setattr(offline, "Conversation", mock.MagicMock())
+    groups = [{"category": name, "prompts": [{"where": "", "turns": ["a"]}]} for name in ("chat", "math")]
+    job = {"groups": groups, "chat": False, "sampling": {"temperature": 0.0, "max_tokens": 4}}
+    offline.Measured(llm, job, lambda *_, **__: None).follow({"batch_size": 1, "warm_up": True})
+    assert asked == [(None, 0.0), (None, 0.0), ({"crossspec_category": "math"}, 0.0)]
 
 
 def test_identity_is_unknown_without_plain():
