@@ -1,7 +1,7 @@
 """What trees and chains of every size get at every place of held-out responses: the records of HeteroSpec's tables.
 
     python benchmarks/heterospec_offline.py --responses work/responses --out work/trees      # the pocket's EAGLE-3
-    python benchmarks/heterospec_offline.py --responses work/sampled --split train --sampled --out work/trees-sampled
+    python benchmarks/heterospec_offline.py --responses work/sampled --split train --sampled --out work/trees-t1
     python benchmarks/paper_tables.py heterospec table-2 --records work/trees                # a table; takes seconds
 
 A response is the target's own path: whatever a draft has of it would be accepted. At every place of every response one

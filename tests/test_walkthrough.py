@@ -96,12 +96,12 @@ ELSEWHERE = {
     "python benchmarks/figures.py": "tests/test_docs.py::test_pictures_are_small_and_say_what_the_table_says",
     "python benchmarks/heterospec_offline.py --responses work/responses --out work/trees": "tests/"
     "test_heterospec_offline.py::test_a_stopped_recording_goes_on",
-    "python benchmarks/heterospec_offline.py --responses work/sampled --split train --sampled --out work/trees-sampled": (
+    "python benchmarks/heterospec_offline.py --responses work/sampled --split train --sampled --out work/trees-t1": (
         "tests/test_heterospec_offline.py::test_a_stopped_recording_goes_on"
     ),
     "python benchmarks/paper_tables.py heterospec $table --records work/trees": "tests/test_heterospec_offline.py"
     "::test_every_table_is_made",
-    "python benchmarks/paper_tables.py heterospec table-9 --records work/trees-sampled": "tests/"
+    "python benchmarks/paper_tables.py heterospec table-9 --records work/trees-t1": "tests/"
     "test_heterospec_offline.py::test_every_table_is_made",
     "python benchmarks/ngram_lookup.py": "tests/test_ngram_files.py::test_the_benchmark_runs",
     "python benchmarks/random_kernels.py": "tests/test_random_kernels.py",
