@@ -1,6 +1,7 @@
 """ConFu in running engines: plain's text with contemplate rows in the batch, and none of them seen by another row."""
 
 import functools
+import json
 from typing import Any
 
 import engines
@@ -245,12 +246,19 @@ def test_beside_another_drafter_and_routed(plain_texts):
     assert all(count > 5 for count in drafted.values()), drafted
 
 
-def test_sized_by_heterospec(plain_texts, tmp_path):
-    from test_heterospec_engine import BINS, calibration_file, check_rows, watch_rows, watched
+def test_calibrated_and_sized_by_heterospec(plain_texts, tmp_path):
+    from commands import crossspec
+    from test_heterospec_engine import check_rows, watch_rows, watched
 
-    tree = {"depth": 3, "top_k": 4, "num_nodes": 20}
-    path = calibration_file(tmp_path, BINS["spread"], tree, drafter=engines.CONFU)
-    spec = {"method": "confu", "model": str(engines.CONFU), "tree": tree, "adaptive": path}
+    from vllm_crossspec.adaptive.calibration import read_calibration
+
+    spec = {"method": "confu", "model": str(engines.CONFU), "tree": {"depth": 3, "top_k": 4, "num_nodes": 20}}
+    path = tmp_path / "calibration.json"
+    given = ("--limit", "3", "--max-tokens", "32", "--max-model-len", "512", "--batch-size", "6")
+    crossspec("calibrate", "heterospec", "--out", path, "--spec", json.dumps(spec), *given)
+    policy = read_calibration(path, "adaptive.model").policy()
+    assert len(set(policy.widths)) > 1 and policy.max_extension == 2
+    spec["adaptive"] = str(path)
     with engines.engine(spec, **SETTINGS) as llm:
         llm.collective_rpc(watch_rows)
         assert greedy_and_seeded(llm) == plain_texts
@@ -258,9 +266,9 @@ def test_sized_by_heterospec(plain_texts, tmp_path):
         sized = llm.collective_rpc("crossspec_adaptive")[0]["confu"]["trees"]
     assert sum(count > 0 for count in sized) > 1, sized
     check_rows(steps, contemplates=True)
-    # Bins of 8, 13 and 20 nodes; each node, and the root, has its contemplate row.
+    # Each node, and the root, has its contemplate row.
     widths = {rows for step in steps for rows in step["drafted"] if rows}
-    assert widths <= {2 * n + 1 for n in (8, 13, 20)} and len(widths) > 1
+    assert widths <= {2 * n + 1 for n in policy.widths} and len(widths) > 1
 
 
 def test_with_a_flashhead(plain_texts, tmp_path):

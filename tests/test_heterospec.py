@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vllm_crossspec.adaptive import naive
-from vllm_crossspec.adaptive.heterospec import AdaptivePolicy, default_alpha, make_policy
+from vllm_crossspec.adaptive.heterospec import AdaptivePolicy, Reading, default_alpha, make_policy
 from vllm_crossspec.adaptive.kernels import assess
 from vllm_crossspec.adaptive.sizer import TreeSizer
 from vllm_crossspec.metrics.adaptive import TreeSizeCounters
@@ -256,6 +256,21 @@ def test_policy_of_the_paper():
     assert make_policy(thresholds=[1], num_nodes=1, alpha=1).widths == (1, 1)
     with pytest.raises(ValueError, match="must rise"):
         make_policy(thresholds=[1, 1], num_nodes=60, alpha=4)
+
+
+def test_the_paper_read_in_other_ways():
+    """Delta = alpha - i from i = 1, and N' = gamma N + Delta as it is written, so that the third bin has 61 nodes."""
+    seven = [1, 2, 3, 4, 5, 6, 7]
+    policy = make_policy(thresholds=seven, num_nodes=60, alpha=4, reading=Reading(first_bin=1, is_capped=False))
+    assert policy.extensions == (3, 2, 1, 0, 0, 0, 0, 0)
+    assert policy.widths == (21, 38, 61, 60, 60, 60, 60, 60)
+    capped = make_policy(thresholds=seven, num_nodes=60, alpha=4, reading=Reading(first_bin=1))
+    assert capped.extensions == policy.extensions and capped.widths == (21, 38, 60, 60, 60, 60, 60, 60)
+    uncapped = make_policy(thresholds=seven, num_nodes=60, alpha=4, reading=Reading(is_capped=False))
+    assert uncapped.extensions == (4, 3, 2, 0, 0, 0, 0, 0) and uncapped.widths[:4] == (22, 39, 62, 60)
+    assert make_policy(thresholds=seven, num_nodes=60, alpha=1, reading=Reading(first_bin=1)).extensions == (0,) * 8
+    with pytest.raises(ValueError, match="would be given 257, and a request has at most 255.*--cap"):
+        make_policy(thresholds=seven, num_nodes=255, alpha=4, reading=Reading(is_capped=False))
 
 
 class Recorded:

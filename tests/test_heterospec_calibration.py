@@ -23,6 +23,7 @@ from vllm_crossspec.adaptive.calibration import (
     read_calibration,
     write_calibration,
 )
+from vllm_crossspec.adaptive.heterospec import Reading
 from vllm_crossspec.drafters.identity import Identity, identify
 from vllm_crossspec.shards import shard_path
 from vllm_crossspec.tree.base import tree_kind
@@ -61,6 +62,21 @@ def test_the_policy_is_the_papers():
     assert policy.extensions == (4, 3, 2, 0, 0, 0, 0, 0)
     assert policy.widths == (18 + 4, 36 + 3, 60, 60, 60, 60, 60, 60)
     assert EIGHT.policy(max_extension=0).extensions == (0,) * 8
+
+
+def test_another_reading_is_in_the_file_and_ours_is_not(tmp_path):
+    write_calibration(tmp_path / "ours.json", EIGHT)
+    assert "reading" not in json.loads((tmp_path / "ours.json").read_text())
+    papers = replace(EIGHT, reading=Reading(first_bin=1, is_capped=False))
+    write_calibration(tmp_path / "papers.json", papers)
+    content = json.loads((tmp_path / "papers.json").read_text())
+    assert content["reading"] == {"first_bin": 1, "is_capped": False}
+    assert [entry["width"] for entry in content["bins"]][:4] == [21, 38, 61, 60]
+    assert read_calibration(tmp_path / "papers.json", KEY) == papers
+    for wrong, sentence in (({"first_bin": 2}, "first_bin 0 or 1"), ({"last": 1}, "another kind than expected")):
+        (tmp_path / "wrong.json").write_text(json.dumps(content | {"reading": wrong}))
+        with pytest.raises(ValueError, match=rf"{KEY}: .*{sentence}"):
+            read_calibration(tmp_path / "wrong.json", KEY)
 
 
 DAMAGES = {
@@ -177,6 +193,15 @@ def test_thresholds_are_the_greedy_ones(seed, count):
     assert 2 <= len(found) <= 7 and list(found) == sorted(set(found))
     np.testing.assert_allclose(found, expected, atol=1e-6)
     assert cart.fit_thresholds(phi[::-1], rank[::-1]) == found, "the order of the rounds decides"
+
+
+def test_a_bin_may_hold_one_path():
+    """Three outliers below all others, whose rank is not theirs: a cut for them, or none of 5 %."""
+    phi = np.arange(200, dtype=np.float32)
+    rank = np.where(phi < 3, 40, 10 + (phi > 100))
+    assert cart.fit_thresholds(phi, rank, leaf_share=0.0)[0] == 2.5
+    assert cart.fit_thresholds(phi, rank)[0] >= 9.5
+    assert len(cart.fit_thresholds(phi, phi, leaf_share=0.0, levels=5)) == 31
 
 
 def test_steps_are_found_where_they_are():
@@ -330,6 +355,13 @@ def test_the_same_records_give_the_same_file(tmp_path):
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
     read = read_calibration(tmp_path / "a.json", KEY)
     assert read.made["command"] == "c" and read.target == ONE and read.tree == TREE
+    assert "leaf_share" not in read.made
+    papers = ("--first-bin", "1", "--no-cap", "--leaf-share", "0", "--alpha", "5")
+    calibrated(tmp_path / "c.json", "--records", tmp_path / "records", *papers)
+    other = read_calibration(tmp_path / "c.json", KEY)
+    expected = cart.calibrate(made_rounds(), 5, reading=Reading(1, False), leaf_share=0.0)
+    assert replace(other, made={}) == replace(expected, made={}) and other.thresholds != read.thresholds
+    assert other.made["leaf_share"] == 0.0 and other.policy().extensions[:2] == (4, 3)
 
 
 BAD = {
@@ -348,6 +380,10 @@ BAD = {
     "a schedule": (
         ["--out", "a.json", "--spec", '{"method": "eagle3", "model": "x", "tree": {"by_batch_size": {"1": 3}}}'],
         "whole trees are needed",
+    ),
+    "more nodes than a tree can have": (
+        ["--out", "a.json", "--spec", '{"method": "eagle3", "model": "x", "tree": {"num_nodes": 255}}', "--no-cap"],
+        "would be given 257, and a request has at most 255",
     ),
     "a picture over the file": (["--out", "a.png", "--picture"], "the picture would have this name"),
 }

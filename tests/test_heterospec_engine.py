@@ -27,7 +27,11 @@ BINS = {
 
 
 def calibration_file(
-    folder: Path, thresholds: tuple[float, ...], tree: dict[str, int] = TREE, drafter: Path = engines.EAGLE3
+    folder: Path,
+    thresholds: tuple[float, ...],
+    tree: dict[str, int] = TREE,
+    drafter: Path = engines.EAGLE3,
+    **changed: Any,
 ) -> str:
     """A calibration for the pocket models and these bins, as the command would have written it."""
     from vllm_crossspec.tree.base import tree_kind
@@ -38,18 +42,16 @@ def calibration_file(
 
     path = folder / "calibration.json"
     facts = BinFacts(mean_rank=1.0, num_paths=1, num_rounds=1, mean_accepted=1.0)
-    write_calibration(
-        path,
-        Calibration(
-            thresholds=thresholds,
-            bins=(facts,) * (len(thresholds) + 1),
-            gammas=(0.3, 0.6, 1.0),
-            alpha=-(-tree["depth"] // 2),
-            tree=TreeShape(**tree, sharpness=sharpness),
-            target=identify(str(engines.TARGET), "model"),
-            drafter=identify(str(drafter), "model"),
-        ),
-    )
+    entries: dict[str, Any] = {
+        "thresholds": thresholds,
+        "bins": (facts,) * (len(thresholds) + 1),
+        "gammas": (0.3, 0.6, 1.0),
+        "alpha": -(-tree["depth"] // 2),
+        "tree": TreeShape(**tree, sharpness=sharpness),
+        "target": identify(str(engines.TARGET), "model"),
+        "drafter": identify(str(drafter), "model"),
+    }
+    write_calibration(path, Calibration(**entries | changed))
     return str(path)
 
 
@@ -292,6 +294,23 @@ def test_one_wait_a_round_and_no_pass_too_many(runs):
         assert run.sized["extra_passes"] <= ALPHA * run.sized["rounds"]
     assert runs("all sure", "six").sized["extra_passes"] == ALPHA * runs("all sure", "six").sized["rounds"]
     assert runs("none sure", "six").sized["extra_passes"] == 0
+
+
+def test_bins_may_have_more_nodes_than_the_tree(tmp_path):
+    """The paper's third bin, not capped: N' = 20 + (4 - 3) nodes, in an engine whose tree has 20."""
+    from vllm_crossspec.adaptive.heterospec import Reading
+
+    thresholds = (NOTHING - 1, NOTHING, EVERYTHING)
+    path = calibration_file(tmp_path, thresholds, alpha=4, reading=Reading(first_bin=1, is_capped=False))
+    with engines.engine(spec(path), enable_prefix_caching=False) as llm:
+        llm.collective_rpc(watch_rows)
+        assert SCENARIOS["six"](llm, True) == plain()["six"]
+        steps = llm.collective_rpc(watched)[0]
+        sized = llm.collective_rpc("crossspec_adaptive")[0]["eagle3"]
+    assert sized["trees"][2] > 0 and sized["nodes"][2] == 21 * sized["trees"][2]
+    assert {drafted for step in steps for drafted in step["drafted"] if drafted} == {21}
+    assert any(21 in step["sizes"] for step in steps)
+    check_rows(steps)
 
 
 # -- negative controls --------------------------------------------------------------------------------------------

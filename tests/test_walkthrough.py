@@ -94,6 +94,15 @@ ELSEWHERE = {
     "python benchmarks/goodput_offline.py --records work/records --costs benchmarks/costs/h100-8b.json "
     "benchmarks/costs/large-target.json": "tests/test_goodput_offline.py::test_the_script",
     "python benchmarks/figures.py": "tests/test_docs.py::test_pictures_are_small_and_say_what_the_table_says",
+    "python benchmarks/heterospec_offline.py --responses work/responses --out work/trees": "tests/"
+    "test_heterospec_offline.py::test_a_stopped_recording_goes_on",
+    "python benchmarks/heterospec_offline.py --responses work/sampled --split train --sampled --out work/trees-t1": (
+        "tests/test_heterospec_offline.py::test_a_stopped_recording_goes_on"
+    ),
+    "python benchmarks/paper_tables.py heterospec $table --records work/trees": "tests/test_heterospec_offline.py"
+    "::test_every_table_is_made",
+    "python benchmarks/paper_tables.py heterospec table-9 --records work/trees-t1": "tests/"
+    "test_heterospec_offline.py::test_every_table_is_made",
     "python benchmarks/ngram_lookup.py": "tests/test_ngram_files.py::test_the_benchmark_runs",
     "python benchmarks/random_kernels.py": "tests/test_random_kernels.py",
     "python benchmarks/round_time.py --shape pocket --methods none,native-eagle3,eagle3 --rounds 4": "tests/"

@@ -12,14 +12,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_crossspec.adaptive.heterospec import AdaptivePolicy, flat_policy, make_policy
+from vllm_crossspec.adaptive.heterospec import MAX_THRESHOLDS, OURS, AdaptivePolicy, Reading, flat_policy, make_policy
 from vllm_crossspec.config import AdaptiveConfig, CrossSpecConfig, DrafterConfig
 from vllm_crossspec.drafters.identity import Identity, known_model
 from vllm_crossspec.files import read_versioned, write_json
 
 FORMAT_VERSION = 1
-MAX_THRESHOLDS = 7
-"""Of a regression tree of depth 3."""
 REMEDY = "make one with `crossspec calibrate heterospec`"
 
 
@@ -59,10 +57,11 @@ class Calibration:
         thresholds: at most 7 rising values of Phi, nats: a tree at or below the first is in bin 0, and so on.
         bins: what was seen of each, one more than thresholds.
         gammas: share of the nodes that the low bins keep; fewer than the bins (section 4.3).
-        alpha: levels that bin 0 adds (section 4.3).
+        alpha: levels that the surest bin adds, less its number (section 4.3).
         tree: that the rounds were drafted with.
         target, drafter: the models.
         made: how it was made (command, seed, counts, versions); free-form.
+        reading: of section 4.3.
     """
 
     thresholds: tuple[float, ...]
@@ -73,6 +72,7 @@ class Calibration:
     target: Identity
     drafter: Identity
     made: dict[str, Any] = field(default_factory=dict)
+    reading: Reading = OURS
 
     def policy(self, max_extension: int | None = None) -> AdaptivePolicy:
         """What each bin's trees are given.
@@ -86,6 +86,7 @@ class Calibration:
             alpha=self.alpha,
             gammas=self.gammas,
             max_extension=max_extension,
+            reading=self.reading,
         )
 
 
@@ -105,6 +106,8 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
         ],
         "gammas": list(calibration.gammas),
         "alpha": calibration.alpha,
+        # Left out where it is ours, as in the files of before there was another.
+        **({} if calibration.reading == OURS else {"reading": calibration.reading._asdict()}),
         "tree": calibration.tree._asdict(),
         "target": calibration.target._asdict(),
         "drafter": calibration.drafter._asdict(),
@@ -147,6 +150,7 @@ def _parse(content: dict[str, Any]) -> Calibration:
         target=_identity(content["target"]),
         drafter=_identity(content["drafter"]),
         made=dict(content["made"]),
+        reading=Reading(**content.get("reading", {})),
     )
 
 
@@ -168,6 +172,8 @@ def _disagreement(found: Calibration) -> str | None:
         return f"gammas must be fewer than the {len(found.bins)} bins, each above 0 and at most 1"
     if found.alpha < 0 or min(found.tree[:3]) < 1:
         return "alpha must be 0 or more, and the tree's sizes 1 or more"
+    if found.reading.first_bin not in (0, 1) or not isinstance(found.reading.is_capped, bool):
+        return f"reading must have first_bin 0 or 1, and is_capped true or false (it is {found.reading._asdict()})"
     return None
 
 

@@ -7,14 +7,14 @@ import numpy as np
 import torch
 
 from vllm_crossspec.adaptive.calibration import BinFacts, Calibration
-from vllm_crossspec.adaptive.heterospec import GAMMAS, default_alpha
+from vllm_crossspec.adaptive.heterospec import GAMMAS, LEAF_SHARE, OURS, Reading, default_alpha
 from vllm_crossspec.adaptive.rounds import Rounds
 
 LEVELS = 3
 """Depth of the regression tree: at most 8 bins."""
-MIN_LEAF, LEAF_SHARE = 10, 0.05
-"""Fewest paths of a bin: a number, and a share of all. Bins of a hundredth are cut around a few outliers, and the low
-ones, which are all that trees are sized by, then are too rare to matter (docs/methods/heterospec.md)."""
+MIN_LEAF = 10
+"""Fewest paths of a bin, beside a share of all (``LEAF_SHARE``). Bins of a hundredth are cut around a few outliers, and
+the low ones, which are all that trees are sized by, then are too rare to matter (docs/papers/heterospec.md)."""
 DIGITS = 6
 """Of a threshold, so that files are readable; it is far below what separates two contexts."""
 
@@ -49,15 +49,20 @@ def fully_accepted(rounds: Rounds, depth: int) -> torch.Tensor:
     return rounds.accepted >= depth
 
 
-def fit_thresholds(phi: np.ndarray, rank: np.ndarray) -> tuple[float, ...]:
+def fit_thresholds(
+    phi: np.ndarray, rank: np.ndarray, leaf_share: float = LEAF_SHARE, levels: int = LEVELS
+) -> tuple[float, ...]:
     """Cut Phi where the ranks on both sides vary least (section 4.2, equation 2), three times over.
 
     Args:
         phi: float [P] of the paths, nats.
         rank: [P] their terminal confidence ranks.
+        leaf_share: of the paths, that a bin must hold, and 10 at least; 0: one path is enough, scikit-learn's default.
+        levels: of the regression tree; calibrations have 3.
 
     Returns:
-        At most 7 rising values; fewer where the ranks do not differ, or where a bin would have too few paths.
+        At most 2 ** levels - 1 rising values; fewer where the ranks do not differ, or where a bin would have too few
+        paths.
 
     Raises:
         ValueError: scikit-learn is not installed.
@@ -66,8 +71,8 @@ def fit_thresholds(phi: np.ndarray, rank: np.ndarray) -> tuple[float, ...]:
         from sklearn.tree import DecisionTreeRegressor
     except ModuleNotFoundError:
         raise ValueError('fitting bins needs scikit-learn: run `pip install "vllm-crossspec[train]"`') from None
-    leaf = max(MIN_LEAF, math.ceil(LEAF_SHARE * len(phi)))
-    cart = DecisionTreeRegressor(max_depth=LEVELS, criterion="squared_error", min_samples_leaf=leaf, random_state=0)
+    leaf = max(MIN_LEAF, math.ceil(leaf_share * len(phi))) if leaf_share else 1
+    cart = DecisionTreeRegressor(max_depth=levels, criterion="squared_error", min_samples_leaf=leaf, random_state=0)
     cart.fit(phi.astype(np.float64)[:, None], rank.astype(np.float64))
     inner = cart.tree_.children_left >= 0
     return tuple(sorted({round(float(value), DIGITS) for value in cart.tree_.threshold[inner]}))
@@ -78,12 +83,21 @@ def low_bins(num_bins: int) -> int:
     return min(len(GAMMAS), num_bins // 2)
 
 
-def calibrate(rounds: Rounds, alpha: int | None = None, **made: Any) -> Calibration:
+def calibrate(
+    rounds: Rounds,
+    alpha: int | None = None,
+    *,
+    reading: Reading = OURS,
+    leaf_share: float = LEAF_SHARE,
+    **made: Any,
+) -> Calibration:
     """Fit the bins to recorded rounds; the same rounds give the same calibration.
 
     Args:
         rounds: at temperature 0 or above, of whole trees.
         alpha: levels that the surest bin adds; None: half the tree's depth, rounded up (section 5.3).
+        reading: of section 4.3.
+        leaf_share: see :func:`fit_thresholds`.
         made: what the file should say of how it came about.
 
     Raises:
@@ -96,12 +110,14 @@ def calibrate(rounds: Rounds, alpha: int | None = None, **made: Any) -> Calibrat
             f"{int(full.sum())} of {len(full)} rounds accepted a path down to level {tree.depth}, and bins need "
             f"{2 * MIN_LEAF}: give more prompts (--prompts, --limit) or longer answers (--max-tokens)"
         )
-    thresholds = fit_thresholds(rounds.phi[full].numpy(), rounds.rank[full].numpy())
+    thresholds = fit_thresholds(rounds.phi[full].numpy(), rounds.rank[full].numpy(), leaf_share)
     if not thresholds:
         raise ValueError(
             f"the ranks of {int(full.sum())} fully accepted paths do not differ with Phi, so that there are no bins: "
             "give more prompts (--prompts, --limit)"
         )
+    if leaf_share != LEAF_SHARE:
+        made["leaf_share"] = leaf_share
     bins = bins_of(rounds.phi, thresholds)
     facts = []
     for i in range(len(thresholds) + 1):
@@ -123,6 +139,7 @@ def calibrate(rounds: Rounds, alpha: int | None = None, **made: Any) -> Calibrat
         target=rounds.facts.target,
         drafter=rounds.facts.drafter,
         made={**made, "rounds": int(keep.sum()), "fully_accepted": int(full.sum())},
+        reading=reading,
     )
 
 

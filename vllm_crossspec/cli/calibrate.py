@@ -11,6 +11,7 @@ from rich.table import Table
 from typer import Option
 from typer.core import TyperGroup
 
+from vllm_crossspec.adaptive.heterospec import LEAF_SHARE, MAX_THRESHOLDS, Reading, default_alpha, make_policy
 from vllm_crossspec.cli import options, router
 from vllm_crossspec.cli.collect import describe, interleaved, make_job, make_shards
 from vllm_crossspec.cli.compare import wide_console
@@ -80,6 +81,32 @@ def heterospec(
     alpha: Annotated[
         int | None, Option(min=0, max=32, help="Levels that the surest trees grow. Default: half the depth.")
     ] = None,
+    first_bin: Annotated[
+        int,
+        Option(
+            min=0,
+            max=1,
+            help="Number of the surest bin in alpha - i, the levels that a bin adds: 0 adds alpha levels there, 1 one "
+            "less. The paper numbers its bins from 0 and their gammas from 1.",
+        ),
+    ] = 0,
+    cap: Annotated[
+        bool,
+        Option(
+            "--cap/--no-cap",
+            help="No bin is given more nodes than num_nodes. The paper adds a bin's levels to its nodes, so that its "
+            "third bin has more: buffers then are for those.",
+        ),
+    ] = True,
+    leaf_share: Annotated[
+        float,
+        Option(
+            min=0.0,
+            max=0.5,
+            help="Share of the fully accepted paths that a bin must hold, and 10 paths at least. 0: one path is enough "
+            "(scikit-learn's default); the paper does not say.",
+        ),
+    ] = LEAF_SHARE,
     temperature: Annotated[float, Option(min=0.0, help="0 is greedy, as in the paper.")] = 0.0,
     batch_size: options.EngineBatch = 16,
     engines: SideBySide = 1,
@@ -101,19 +128,25 @@ def heterospec(
     Then: add "adaptive": "OUT" beside "tree" in the speculative config. The file is for this target, this drafter
     and this tree; others are refused.
 
+    Where the paper can be read in two ways, --first-bin, --no-cap and --leaf-share read it the other way. They are
+    about the fit alone: with --records they cost a second. docs/papers/heterospec.md says what each is worth.
+
     A few thousand rounds are enough, as of 100 prompts of the kind that will be served. It takes as long as answering
     them does.
     """
     _check_out(out, picture)
+    reading = Reading(first_bin, cap)
     if records is None:
+        speculative = _speculative(spec)
+        _check_nodes(speculative["tree"], alpha, reading)
         records = out.with_name(out.name + ".rounds")
-        job = make_job(records, answers.model, _speculative(spec), engine, batch_size)
+        job = make_job(records, answers.model, speculative, engine, batch_size)
         sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": answers.max_tokens}
         sampling |= {"seed": answers.seed} if temperature > 0 else {}
         job |= {"sampling": sampling, "command": _command(answers, spec, sampling)}
         job |= {"seed": answers.seed, "max_prompt_tokens": answers.max_prompt_tokens}
         _collect(job, interleaved(answers.prompts, answers.limit), answers.shard_prompts, engines)
-    calibration, rounds = _fit(records, alpha)
+    calibration, rounds = _fit(records, alpha, reading, leaf_share)
     from vllm_crossspec.adaptive.calibration import write_calibration
     from vllm_crossspec.adaptive.cart import report
 
@@ -155,6 +188,13 @@ def _speculative(spec: str | None) -> dict[str, Any]:
     return {**given, "tree": {"type": "dynamic", **tree, "by_batch_size": {"1": nodes}}, "adaptive": {"type": "record"}}
 
 
+def _check_nodes(tree: dict[str, Any], alpha: int | None, reading: Reading) -> None:
+    """Refuse, before the rounds are collected, bins of more nodes than a tree can have."""
+    sizes = {**tree_kind("dynamic", "tree.type").defaults, **tree}
+    alpha = default_alpha(sizes["depth"]) if alpha is None else alpha
+    make_policy(thresholds=range(MAX_THRESHOLDS), num_nodes=sizes["num_nodes"], alpha=alpha, reading=reading)
+
+
 def _command(answers: options.Answers, spec: str | None, sampling: dict[str, Any]) -> str:
     """The command as the file says it: what decides the rounds, and of local files the names alone."""
     model, limit = answers.model, answers.limit
@@ -181,7 +221,7 @@ def _collect(job: dict[str, Any], prompts: list["Prompt"], shard_prompts: int, e
     run_missing(ROUNDS, job, shards, max_tokens, engines)
 
 
-def _fit(records: Path, alpha: int | None) -> tuple["Calibration", "Rounds"]:
+def _fit(records: Path, alpha: int | None, reading: Reading, leaf_share: float) -> tuple["Calibration", "Rounds"]:
     """The calibration of what a folder holds; it says how that was collected."""
     from vllm_crossspec.adaptive.cart import calibrate
     from vllm_crossspec.adaptive.rounds import INDEX_FILE, read_rounds
@@ -189,7 +229,8 @@ def _fit(records: Path, alpha: int | None) -> tuple["Calibration", "Rounds"]:
     rounds = read_rounds(records)
     collected = json.loads((records / INDEX_FILE).read_text())
     about = {key: collected[key] for key in ("command", "sampling", "seed", "prompts")}
-    return calibrate(rounds, alpha, **about, texts=len(rounds.categories)), rounds
+    about["texts"] = len(rounds.categories)
+    return calibrate(rounds, alpha, reading=reading, leaf_share=leaf_share, **about), rounds
 
 
 def table(rows: list["BinReport"], calibration: "Calibration") -> Table:

@@ -69,12 +69,18 @@ def resolve_tree(drafter: DrafterConfig) -> TreeConfig:
 
 
 def resolve_extensions(settings: CrossSpecConfig) -> CrossSpecConfig:
-    """Fill in how many levels adaptive trees may grow at most, as their calibrations say."""
+    """Fill in how many levels adaptive trees may grow at most, and how many nodes they may have, by their calibrations.
+
+    A calibration that is not capped gives some trees more nodes than ``tree.num_nodes``: buffers and the scheduler's
+    plan are made for those, and the bin of all others keeps to what the user wrote.
+    """
     drafters = {}
     for name, drafter in settings.drafters.items():
         if drafter.adaptive is not None:
             policy = load_policy(drafter.adaptive, drafter.tree.num_nodes or 1)
             adaptive = drafter.adaptive.model_copy(update={"max_extension": policy.max_extension})
-            drafter = drafter.model_copy(update={"adaptive": adaptive})
+            tree = drafter.tree.model_copy(update={"num_nodes": max(policy.widths)})
+            drafter = drafter.model_copy(update={"adaptive": adaptive, "tree": tree})
         drafters[name] = drafter
-    return settings.model_copy(update={"drafters": drafters})
+    longest = max([settings.num_speculative_tokens or 0, *(d.tree.num_nodes or 0 for d in drafters.values())])
+    return settings.model_copy(update={"drafters": drafters, "num_speculative_tokens": longest})
