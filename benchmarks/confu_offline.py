@@ -80,23 +80,23 @@ class Decoded(NamedTuple):
     reached: np.ndarray
 
 
-def add_inputs(parser: argparse.ArgumentParser) -> None:
-    """Options that name responses and models."""
+def add_models(parser: argparse.ArgumentParser) -> None:
+    """Options that name the models, and which of the responses count."""
     add = parser.add_argument
-    add("--responses", type=Path, required=True, help="folder that `crossspec train generate` wrote for this target")
     add("--split", default="dev", help="its shards SPLIT-*.jsonl.gz; only greedy responses count")
     add("--target", type=Path, default=POCKET / "target", help="folder of the target")
     add("--confu", type=Path, default=POCKET / "confu", help="folder of the ConFu drafter")
     add("--control", type=Path, default=POCKET / "eagle3-longer", help="folder of the EAGLE-3 drafter beside it")
-    add("--rows", type=int, help="at most so many responses")
     add("--threads", type=int, default=1, help="of PyTorch")
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add_inputs(parser)
+    add_models(parser)
     add = parser.add_argument
+    add("--responses", type=Path, required=True, help="folder that `crossspec train generate` wrote for this target")
+    add("--rows", type=int, help="at most so many responses")
     add("--nodes", default="0,60", help=f"sizes of trees, with commas between them; 0 is a chain of {CHAIN} tokens")
     add("--depth", type=int, default=8, help="levels of a tree")
     add("--top-k", type=int, default=10, help="nodes of a level that are expanded, and candidates of each")
@@ -125,7 +125,7 @@ def load_control(folder: Path, target: FrozenTarget) -> Eagle3Drafter:
 
 
 def load_models(options: argparse.Namespace) -> Models:
-    """What :func:`add_inputs` named. Raises ValueError, one sentence that names the option, before weights are read."""
+    """What the options name. Raises ValueError, one sentence that names the option, before weights are read."""
     responses = options.responses
     if not list(responses.glob(f"{options.split}-*.jsonl.gz")):
         raise ValueError(f"--responses {responses}: no {options.split}-*.jsonl.gz; see `crossspec train generate`")

@@ -20,6 +20,8 @@ from typer.testing import CliRunner
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import confu_offline
+import paper_tables
+from papers import confu as paper
 
 from vllm_crossspec.cli.train import app as train_app
 from vllm_crossspec.cli.train_drafters import CONFU as CONFU_TRAINER
@@ -351,10 +353,57 @@ def test_bad_targets_and_data_are_one_sentence(tmp_path, config, responses, targ
 # ---- what a run is worth
 
 
-def test_the_offline_script(tmp_path, config, start, responses, target_folder, capsys):
+@pytest.fixture(scope="module")
+def still(tmp_path_factory, config, responses, target_folder):
+    """A ConFu drafter as it begins."""
+    folder = tmp_path_factory.mktemp("still")
+    train_confu(responses, target_folder, folder, config, STILL)
+    return folder / "model"
+
+
+def test_the_papers_tables(tmp_path, still, start, responses, target_folder):
+    given = ["--responses", responses, "--target", target_folder, "--confu", still, "--control", start]
+    sizes = {"table-3": ["--nodes", 9, "--temperatures", "1,0", "--max-tokens", 20], "figure-5": ["--length", 4]}
+    rows = {}
+    for name, options in sizes.items():
+        words = ["confu", name, *given, "--rows", 6, *options, "--json", tmp_path / name]
+        assert paper_tables.main(list(map(str, words))) == 0
+        rows[name] = json.loads((tmp_path / name).read_text())["tables"][0]["rows"]
+    assert [(row["temperature"], row["texts"] > 0) for row in rows["table-3"]] == [(0.0, True), (1.0, True)]
+    assert all(low <= seen <= high for row in rows["table-3"] for seen, low, high in (row["confu"], row["gain"]))
+    shares = [row["control"][0] for row in rows["figure-5"]]
+    assert len(shares) == 4 and 1 > shares[0] > 0 and shares == sorted(shares, reverse=True)
+    # By the places, and by the rounds as a whole: 1 + the shares' sum are tokens a round.
+    inputs = paper_tables.arguments(["confu", "figure-5", *map(str, given), "--rows", "6"])
+    models = confu_offline.load_models(inputs)
+    texts = confu_offline.read_rows(inputs, VOCAB, 4)
+    for decoded in paper.decode_all(models, texts, confu_offline.Size(4, 4, 1)):
+        assert (decoded.reached.sum(1) == decoded.walk.tokens - decoded.walk.rounds).all()
+    assert shares[0] == pytest.approx(decoded.reached[:, 0].sum() / decoded.walk.rounds.sum())
+    # Where next to nothing is left to chance, the target says what it says greedily.
+    cold, warm = (paper.sampled(models, texts, temperature, 24, seed=0) for temperature in (1e-4, 1.0))
+    assert [row.response_ids for row in cold] == [row.response_ids for row in texts]
+    assert [row.response_ids for row in warm] != [row.response_ids for row in texts]
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (("table-3", "--nodes", "9,x"), "--nodes 9,x: give numbers with commas between them"),
+        (("table-3", "--nodes", "999"), "--nodes 999: 1 to 710"),
+        (("table-3", "--temperatures", "-1"), "--temperatures -1: none may be below 0"),
+        (("figure-5", "--length", "0"), "--length 0: give 1 or more"),
+        (("figure-5",), "--responses nowhere: no dev-"),
+    ],
+)
+def test_the_papers_tables_refuse(words, sentence, capsys):
+    assert paper_tables.main(["confu", words[0], "--responses", "nowhere", *words[1:]]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_the_offline_script(tmp_path, still, start, responses, target_folder, capsys):
     """Its control's chains accept what training measures."""
-    train_confu(responses, target_folder, tmp_path / "still", config, STILL)
-    folders = ["--target", target_folder, "--confu", tmp_path / "still" / "model", "--control", start]
+    folders = ["--target", target_folder, "--confu", still, "--control", start]
     sizes = ["--nodes", "0,9", "--depth", 3, "--top-k", 3, "--json", tmp_path / "found.json"]
     assert confu_offline.main(list(map(str, ["--responses", responses, *folders, *sizes]))) == 0
     shown = capsys.readouterr().out
