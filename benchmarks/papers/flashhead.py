@@ -264,10 +264,10 @@ def acceptance(options: Namespace) -> list[Figures]:
             share = _accepted(found, options.tokens)
             emitted, more = rate(found), gain(found, base)
             cells = [name, label, f"{share:.3f}", f"{emitted:.3f}", "" if probes is None else f"{more:+.2f}"]
-            rows.append([*cells, f"{int(found.rounds.sum())}", "0"])
+            rows.append([*cells, f"{int(found.rounds.sum())}"])
             names = ("drafter", "head", "acceptance", "emitted", "gain_percent", "rounds")
             values.append(dict(zip(names, (name, label, share, emitted, more, int(found.rounds.sum())), strict=True)))
-    header = ("drafter", "head", "acceptance", "tokens a round", "% beside dense", "verifications", "appends")
+    header = ("drafter", "head", "acceptance", "tokens a round", "% beside dense", "rounds")
     note = f"{len(made.texts)} greedy texts of the pocket target, drafts of {options.tokens} tokens; 95 % intervals."
     return [Figures("acceptance with either head", header, rows, values, note)]
 
