@@ -141,8 +141,8 @@ def test_a_gpu_trains_as_the_cpu_does(tmp_path, config, responses, target_folder
 def test_the_papers_recipe_trains_and_goes_on(tmp_path, start, responses, target_folder):
     options = {"num_soft_prompts": 3, "num_experts": 4, "replicas": 2, "num_steps": 4}
     few = {"rows_per_step": 4, "anchors_per_row": 5, "bfloat16": False}
-    recipe = ConfuRecipe(start=start, **options, **few)
-    config = ConfuConfig(**CONFU_TRAINER.fields(recipe, "paper"))
+    recipe = ConfuRecipe(start=start, recipe_name="paper", **options, **few)
+    config = ConfuConfig(**CONFU_TRAINER.settings(recipe))
     flat = {"lr": 2e-3, "warmup": 1, "cooldown": 0.0, "save_every": 2}
     for out, steps in (("whole", 4), ("stopped", 2), ("stopped", 4)):
         train_confu(responses, target_folder, tmp_path / out, config, LoopConfig(steps=steps, **flat))
@@ -151,14 +151,14 @@ def test_the_papers_recipe_trains_and_goes_on(tmp_path, start, responses, target
     assert not tensors["future_skip.weight"].any() and tensors["soft_prompts.keys"].any()
     learned = torch.load(tmp_path / "stopped" / "state.pt", weights_only=True)["model"]
     assert not learned["future_skip.weight"].any()
-    pocket = ConfuConfig(**CONFU_TRAINER.fields(recipe))
+    pocket = ConfuConfig(**CONFU_TRAINER.settings(recipe._replace(recipe_name="pocket")))
     assert pocket == replace(ConfuConfig(**options, **few), start=config.start)
     with pytest.raises(
         ValueError, match="other aimed, future_loss, future_skip, new_rate, replicas_choose, step_decay"
     ):
         train_confu(responses, target_folder, tmp_path / "whole", pocket, LoopConfig(steps=5, **flat))
     # What is given counts, beside the paper's others.
-    other = ConfuConfig(**CONFU_TRAINER.fields(recipe._replace(future_skip=True, new_rate=3.0), "paper"))
+    other = ConfuConfig(**CONFU_TRAINER.settings(recipe._replace(future_skip=True, new_rate=3.0)))
     assert other == replace(config, future_skip=True, new_rate=3.0)
 
 
@@ -240,6 +240,8 @@ def test_commands_refuse_before_they_work(tmp_path, start_run, start, responses,
     assert CliRunner().invoke(train_app, ["confu", *given[:at], *given[at + 2 :]]).exit_code == 2
     error = command("confu", *given, "--experts", 2, "--top-experts", 3)
     assert str(error) == "--top-experts 3 must be at most --experts 2, of which they are chosen"
+    error = command("confu", *given, "--recipe", "papr")
+    assert str(error) == "--recipe: no recipe is called 'papr'; did you mean 'paper'?"
     for option in ("--draft-vocab", "--intermediate-size"):
         assert str(command("eagle3", *given, option, 7)).startswith(f"{option} 7: a drafter that goes on from --start")
     assert not out.exists()

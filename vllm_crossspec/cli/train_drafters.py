@@ -10,6 +10,7 @@ from typer import Option
 
 from vllm_crossspec.cli import train_options as shared
 from vllm_crossspec.cli.options import grouped
+from vllm_crossspec.names import look_up
 
 
 class Paper(NamedTuple):
@@ -56,7 +57,9 @@ class Trainer(NamedTuple):
             recipe: Any,
             machine: shared.Machine,
         ) -> None:
-            run, settings = self._run(steps, lr, loop), self.fields(recipe, loop.follows)
+            run, settings = self._run(steps, lr, loop), self.settings(recipe)
+            if loop.follows == "paper" and self.paper is not None:
+                settings = self.paper.drafter | settings
             shared.check_folder("--data", lessons.data, "make it with `crossspec train generate`")
             shared.check_model_folder(lessons.target)
             shared.begin(out, machine.threads, machine.resume)
@@ -69,21 +72,14 @@ class Trainer(NamedTuple):
         command.__doc__, command.__annotations__["recipe"] = self.recipe.__doc__, self.recipe
         return grouped(command)
 
-    def fields(self, recipe: Any, follows: str = "ours") -> dict[str, Any]:
-        """The config's fields: what ``--recipe`` says, and what was given in its place."""
-        papers = self.paper.drafter if follows == "paper" and self.paper is not None else {}
-        return papers | self.settings(recipe)
-
     def _run(self, steps: int | None, lr: float | None, loop: shared.Loop) -> dict[str, Any]:
         """Settings of the loop: the recipe's, and what was given in their place."""
         if steps is not None and loop.epochs is not None:
-            raise ValueError(
-                f"--steps {steps} and --epochs {loop.epochs}: both say how long to train; give one of them"
-            )
+            raise ValueError(f"--steps {steps} and --epochs {loop.epochs}: both say how long to train; give one of them")
         run: dict[str, Any] = {"steps": self.steps, "lr": self.lr}
         if loop.follows == "paper":
             if self.paper is None:
-                raise ValueError("--recipe paper: only `crossspec train dart` and `train confu` have one; leave it out")
+                raise ValueError("--recipe paper: only `crossspec train dart` has one; leave it out")
             run |= self.paper.loop
         if steps is not None:
             run |= {"steps": steps, "epochs": 0}
@@ -169,6 +165,12 @@ class ConfuRecipe(NamedTuple):
     no_future: Annotated[
         float, Option(min=0.0, max=1.0, help="Share of drafts without a future, as a request's first one is.")
     ] = 0.1
+    recipe_name: Annotated[
+        str,
+        Option(
+            "--recipe", help="`pocket`, as the shipped drafter's, or `paper`: the defaults of the options that follow."
+        ),
+    ] = "pocket"
     future_loss: Annotated[
         float | None, Option(min=0.0, help="Weight of the futures' own loss: they foretell a token; 0.3, or 0.")
     ] = None
@@ -199,9 +201,9 @@ class ConfuRecipe(NamedTuple):
     bfloat16: shared.Bfloat16 = True
 
 
-CONFU_PAPER = Paper(
-    loop={},
-    drafter={
+CONFU_RECIPES: dict[str, dict[str, Any]] = {
+    "pocket": {},
+    "paper": {
         "future_loss": 0.0,
         "future_skip": False,
         "aimed": False,
@@ -209,8 +211,8 @@ CONFU_PAPER = Paper(
         "replicas_choose": False,
         "step_decay": 1.0,
     },
-)
-"""Section 3.3. Of optimiser and schedule the paper does not tell."""
+}
+"""What ``--recipe`` sets (Qin et al. 2026, section 3.3); otherwise the config's defaults count."""
 
 
 def _confu_settings(recipe: ConfuRecipe) -> dict[str, Any]:
@@ -218,19 +220,12 @@ def _confu_settings(recipe: ConfuRecipe) -> dict[str, Any]:
     top, experts = recipe.top_experts, recipe.num_experts
     if top > experts:
         raise ValueError(f"--top-experts {top} must be at most --experts {experts}, of which they are chosen")
-    return {**_given(recipe), "start": str(recipe.start.resolve())}
+    given = _given(recipe)
+    chosen = look_up(given.pop("recipe_name"), CONFU_RECIPES, "--recipe", "recipe")
+    return {**chosen, **given, "start": str(recipe.start.resolve())}
 
 
-CONFU = Trainer(
-    ConfuRecipe,
-    "vllm_crossspec.training.confu",
-    "ConfuConfig",
-    "train_confu",
-    1500,
-    2e-3,
-    _confu_settings,
-    paper=CONFU_PAPER,
-)
+CONFU = Trainer(ConfuRecipe, "vllm_crossspec.training.confu", "ConfuConfig", "train_confu", 1500, 2e-3, _confu_settings)
 
 
 class DFlashRecipe(NamedTuple):
@@ -278,8 +273,8 @@ DFLASH = Trainer(
 class DartRecipe(NamedTuple):
     """Train a DART drafter (parallel logits, fvliang's format) by annealed KL; the defaults are the pocket one.
 
-    `--recipe paper` trains as the paper does: AdamW (0.9, 0.999) at 2e-5 along a cosine, gradients clipped at 0.5,
-    three epochs, drafts at every place of a response, an output layer that begins at random.
+    `--recipe paper` trains as the paper does: AdamW (0.9, 0.999) at 2e-5 along a cosine, gradients clipped at 0.5, three
+    epochs, drafts at every place of a response, an output layer that begins at random.
 
     Prints and stores (`acceptance.json`) the tokens a round on the held-out responses, of its first choices alone:
     the n-gram store that joins them into trees is made with `crossspec ngram build`. An `--unshifted` drafter is for

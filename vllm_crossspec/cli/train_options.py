@@ -50,9 +50,7 @@ class Loop(NamedTuple):
 
     follows: Annotated[
         Literal["ours", "paper"],
-        Option(
-            "--recipe", help="Whose training: what it says holds where no option does. paper: of `dart` and `confu`."
-        ),
+        Option("--recipe", help="Whose training: what it says holds where no option does. paper: `dart` only."),
     ] = "ours"
     epochs: Annotated[int | None, Option(min=1, help="Passes over the responses, in the place of --steps.")] = None
     optimizer: Annotated[
