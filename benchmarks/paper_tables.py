@@ -27,12 +27,12 @@ def tables() -> dict[str, Mapping[str, PaperTable]]:
     return {paper: import_module(f"papers.{paper}").TABLES for paper in PAPERS}
 
 
-def arguments(known: Mapping[str, Mapping[str, PaperTable]], argv: Sequence[str] | None) -> argparse.Namespace:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; ``make`` is what it asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="say what can be made, and end")
     papers = parser.add_subparsers(metavar="PAPER", dest="paper")
-    for paper, found in known.items():
+    for paper, found in tables().items():
         of_paper = papers.add_parser(paper, help=", ".join(found)).add_subparsers(
             metavar="TABLE", dest="table", required=True
         )
@@ -49,10 +49,9 @@ def arguments(known: Mapping[str, Mapping[str, PaperTable]], argv: Sequence[str]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Make one table and print it; 2 for what cannot be made."""
-    known = tables()
-    given = arguments(known, argv)
+    given = arguments(argv)
     if given.list:
-        for paper, found in known.items():
+        for paper, found in tables().items():
             for name, table in found.items():
                 print(f"{paper} {name}: {table.about}")
         return 0

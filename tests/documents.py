@@ -307,7 +307,9 @@ def _check_python(words: list[str]) -> None:
     if not script.is_file():
         raise CommandError(f"there is no script {words[0]}")
     imported = re.findall(r"^(?:from|import) (\w+)", script.read_text(), re.M)
-    beside = [script.parent / f"{name}.py" for name in imported]
+    beside = [
+        file for name in imported for file in (script.parent / f"{name}.py", *(script.parent / name).glob("*.py"))
+    ]
     known = _options_in(script, *(file for file in beside if file.is_file())) | {"--help"}
     for word in words[1:]:
         if word.startswith("--") and word.split("=")[0] not in known:

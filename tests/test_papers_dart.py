@@ -117,7 +117,7 @@ def test_the_tables(tmp_path, capsys, responses, target_folder, runs, store):
     alone = _made(tmp_path, capsys, "table-4", *texts, "--runs", a)
     assert [round(x, 9) for (x,) in alone[0]["tau_of_each"]] == [round(row["all"][0], 9) for row in second[:2]]
     assert [row["drafters"] for row in third[:4]] == [1, 1, 3, 3] and fourth[0]["drafters"] == 2
-    together = _made(tmp_path, capsys, "table-3", *texts, "--runs", a, b)
+    together = _made(tmp_path, capsys, "table-3", *texts, "--runs", a / "model", b)
     assert together[0]["alpha"] == fourth[0]["alpha"][:3] != alone[0]["alpha"][:3]
     assert all(high[0] >= low[0] for low, high in zip(third[2]["alpha"], third[3]["alpha"], strict=True))
     assert third[-1]["alpha"][0][0] > 50  # n-grams that have seen the text
@@ -131,6 +131,7 @@ def test_bad_input_is_one_sentence(tmp_path, capsys, responses, target_folder, r
         (["table-2", "--sampled"], "no sampled response of dev has over 8 tokens"),
         (["table-3", "--runs", tmp_path], f"--runs {tmp_path} is no finished --out of `crossspec train dart`"),
         (["table-4", "--runs", runs / "a", runs / "unshifted"], "Table 4 is of shifted drafters alone"),
+        (["table-4", "--runs", runs / "a" / "model"], "Table 4 needs recipe.json, which says gamma"),
     ):
         given = ["dart", words[0], *map(str, texts), *map(str, words[1:])]
         assert paper_tables.main(given) == 2

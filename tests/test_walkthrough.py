@@ -126,6 +126,7 @@ NOWHERE = {
     "python benchmarks/cpu_lane.py": HOURS,
     "python benchmarks/cpu_routing.py *": LARGE,
     "python benchmarks/cpu_speed.py *": LARGE,
+    "python benchmarks/paper_tables.py *": "takes minutes; tests/test_papers_*.py make small ones",
     "python benchmarks/profile_round.py *": LARGE,
     "python benchmarks/ngram_lookup.py --reference *": "needs the clones of the papers' code",
     "python benchmarks/round_time.py*": GPU,

@@ -64,26 +64,23 @@ def check_drafter(folder: Path) -> Path:
 def add_runs(parser: ArgumentParser) -> None:
     """Options of the tables that compare trainings."""
     add_texts(parser)
-    parser.add_argument(
-        "--runs",
-        type=Path,
-        nargs="+",
-        required=True,
-        help="folders that `crossspec train dart --out` wrote, of any seeds",
-    )
+    told = "folders that `crossspec train dart --out` wrote; for Table 3 drafters' own, too"
+    parser.add_argument("--runs", type=Path, nargs="+", default=[POCKET / "dart"], help=told)
 
 
 class Run(NamedTuple):
-    """A training: the folder of its drafter, whether rows are shifted, gamma and seed."""
+    """A training: the folder of its drafter, whether rows are shifted, gamma (None: it is not told) and seed."""
 
     drafter: Path
     is_shifted: bool
-    gamma: float
+    gamma: float | None
     seed: int
 
 
 def read_run(folder: Path) -> Run:
-    """What ``crossspec train dart`` wrote to ``--out``. Raises ValueError."""
+    """What ``crossspec train dart`` wrote to ``--out``, or a drafter alone. Raises ValueError."""
+    if (folder / "config.json").is_file():
+        return Run(folder, "draft_length" in json.loads((folder / "config.json").read_text()), None, 0)
     if not ((folder / "recipe.json").is_file() and (folder / "model" / "config.json").is_file()):
         raise ValueError(f"--runs {folder} is no finished --out of `crossspec train dart`: recipe.json and model/")
     recipe = json.loads((folder / "recipe.json").read_text())
@@ -274,12 +271,14 @@ def table_4(given: Namespace) -> list[Figures]:
     runs = [read_run(folder) for folder in given.runs]
     if not all(run.is_shifted for run in runs):
         raise ValueError("--runs: Table 4 is of shifted drafters alone; leave out those of --unshifted")
+    if any(run.gamma is None for run in runs):
+        raise ValueError("--runs: Table 4 needs recipe.json, which says gamma; give an --out of `crossspec train dart`")
     texts = open_texts(given)
     groups: dict[float, list[tuple[Places, Walk, Walk]]] = {}
-    for run in sorted(runs, key=lambda run: (run.gamma, run.seed)):
+    for run in sorted(runs, key=lambda run: (run.gamma or 0.0, run.seed)):
         places = speak(run.drafter, texts)
         both = trees(places, given, None), trees(places, given, texts.store)
-        groups.setdefault(run.gamma, []).append((places, *both))
+        groups.setdefault(run.gamma or 0.0, []).append((places, *both))
     rows, values = [], []
     for gamma, found in groups.items():
         cells = [percent(pooled([hits(places, k, 1) for places, _, _ in found])) for k in range(6)]
