@@ -40,6 +40,8 @@ POCKET = Path(meta.__file__).resolve().parents[1] / "pocket"
 ROWS_AT_ONCE = 8
 TREES = {
     "continuity": Scoring(),
+    # The paper's softmax, over the drafter's vocabulary; the authors' program and ours have it over the candidates.
+    "continuity_whole": Scoring(renormalises=False),
     # The likeliest paths under ln p + weight * ln p_ngram; its beam is as wide as the tree.
     "best_first": Scoring(logit_decay=1.0, level_decay=0.0, renormalises=False),
 }
@@ -106,6 +108,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 # -- the drafter ----------------------------------------------------------------------------------------------
 
 
+def open_target(folder: Path, bfloat16: bool) -> FrozenTarget:
+    """The target with the states that a DART drafter reads; computes under bfloat16 autocast or in float32."""
+    causal_lm, _ = load_target(folder, torch.float32)
+    return FrozenTarget(causal_lm, default_target_layers(causal_lm.config.num_hidden_layers), bfloat16)
+
+
 def load_drafter(folder: Path, target: FrozenTarget) -> DartDrafter:
     """A drafter in the public format, as :func:`vllm_crossspec.training.dart.checkpoint` writes it."""
     if not (folder / "config.json").is_file():
@@ -113,10 +121,12 @@ def load_drafter(folder: Path, target: FrozenTarget) -> DartDrafter:
     settings = json.loads((folder / "config.json").read_text())
     tensors = load_file(folder / "model.safetensors")
     kept = tensors.pop("d2t") + torch.arange(len(tensors["lm_head.weight"]))
+    is_shifted = "draft_length" in settings
     config = DartConfig(
         intermediate_size=settings["intermediate_size"],
         draft_vocab_size=len(kept),
-        num_drafts=settings["draft_length"] + 1,
+        num_drafts=settings["draft_length"] + 1 if is_shifted else settings["num_masks"],
+        is_shifted=is_shifted,
     )
     model = DartDrafter(config, target.config, kept, seed=0)
     known = model.state_dict().keys()
@@ -150,7 +160,7 @@ def marginals(
         is_place = steps < count[:, None]
         # The token that the target has just emitted; the draft's entry stands one position before it.
         last = batch.starts[:, None] + torch.where(is_place, steps, 0)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with target.autocast():
             logits = model(target.states(batch.tokens), batch.tokens, target.embedding, last - 1)
         log_probs, indices = likeliest(logits[is_place].float().log_softmax(-1), min(top_k, logits.shape[-1]))
         before = _around(batch.tokens, last, torch.arange(1 - width, 1))[is_place]
@@ -212,7 +222,7 @@ def tree_walk(places: Places, kind: str, weight: float, store: NgramStore | None
     """Decode with trees of one kind; ``store`` is None exactly where ``weight`` is 0."""
     num_reqs, depth = len(places.count), places.truth.shape[1]
     scoring = TREES[kind]._replace(ngram_weight=weight)
-    if kind == "continuity":
+    if kind != "best_first":
         scoring = scoring._replace(logit_decay=options.logit_decay, level_decay=options.level_decay)
     builder = ContinuityTree(
         num_nodes=options.nodes,
@@ -272,10 +282,9 @@ def measure(options: argparse.Namespace, progress: Progress) -> list[dict[str, A
     stores = {str(p): open_store(p, key="--store", order=options.order, tokenizer=digest) for p in options.store}
     if not list(responses.glob(f"{options.split}-*.jsonl.gz")):
         raise ValueError(f"--responses {responses}: no {options.split}-*.jsonl.gz; see `crossspec train generate`")
-    causal_lm, _ = load_target(options.target, torch.float32)
-    target = FrozenTarget(causal_lm, default_target_layers(causal_lm.config.num_hidden_layers), bfloat16=True)
+    target = open_target(options.target, bfloat16=True)
     model = load_drafter(options.drafter, target)
-    rows = read_generations(responses, options.split, causal_lm.config.vocab_size)
+    rows = read_generations(responses, options.split, target.config.vocab_size)
     rows = [row for row in rows if row.greedy and len(row.response_ids) > model.num_drafts][: options.rows]
     if not rows:
         raise ValueError(f"--responses {responses}: no greedy response is longer than {model.num_drafts} tokens")

@@ -89,7 +89,15 @@ def test_a_finished_run_goes_on_with_more_steps(tmp_path, responses, target_fold
 
 
 PAPERS = LoopConfig(
-    steps=9, lr=1e-2, optimizer="adamw", beta2=0.999, warmup=3, schedule="cosine", weight_decay=0.0, clip=0.5, save_every=4
+    steps=9,
+    lr=1e-2,
+    optimizer="adamw",
+    beta2=0.999,
+    warmup=3,
+    schedule="cosine",
+    weight_decay=0.0,
+    clip=0.5,
+    save_every=4,
 )
 """The settings of DART's paper in a short run."""
 

@@ -384,6 +384,8 @@ def test_the_papers_recipe(tmp_path, responses, target_folder, target):
         kept = tensors["d2t"] + torch.arange(96)
         distance = (tensors["lm_head.weight"].float() - target.head[kept]).abs().max()
         assert (distance < 0.01) == is_targets  # a bfloat16 of the head's 0.2, not another matrix
+    with pytest.raises(ValueError, match="--recipe: no recipe is called .papre."):
+        raise _command(*words, "--out", tmp_path / "no", "--recipe", "papre")
     recipe = json.loads((tmp_path / "mixed" / "recipe.json").read_text())
     assert (recipe["steps"], recipe["lr"]) == (1, 2e-5)
 

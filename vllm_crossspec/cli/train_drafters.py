@@ -1,7 +1,7 @@
 """The commands of `crossspec train` that make drafters; a kind's entry names its own (``DrafterKind.trainer``)."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -11,13 +11,6 @@ from typer import Option
 from vllm_crossspec.cli import train_options as shared
 from vllm_crossspec.cli.options import grouped
 from vllm_crossspec.names import look_up
-
-
-class Paper(NamedTuple):
-    """A paper's own training, in place of ours: settings of the loop and of the drafter."""
-
-    loop: dict[str, Any]
-    drafter: dict[str, Any]
 
 
 class Trainer(NamedTuple):
@@ -31,7 +24,7 @@ class Trainer(NamedTuple):
         steps, lr: defaults of the options that all have.
         settings: the config's fields, of the recipe. Raises ValueError where they do not go together.
         made: what it makes, in a word.
-        paper: what ``--recipe paper`` stands for.
+        paper_loop: settings of the loop that ``--recipe paper`` stands for, where the recipe has that option.
     """
 
     recipe: Any
@@ -42,7 +35,7 @@ class Trainer(NamedTuple):
     lr: float
     settings: Callable[[Any], dict[str, Any]] = lambda recipe: dict(recipe._asdict())
     made: str = "drafter"
-    paper: Paper | None = None
+    paper_loop: dict[str, Any] = {}  # noqa: RUF012 (read alone)
 
     def command(self) -> Callable[..., None]:
         """The command, as typer takes it."""
@@ -57,9 +50,8 @@ class Trainer(NamedTuple):
             recipe: Any,
             machine: shared.Machine,
         ) -> None:
-            run, settings = self._run(steps, lr, loop), self.settings(recipe)
-            if loop.follows == "paper" and self.paper is not None:
-                settings = self.paper.drafter | settings
+            settings = self.settings(recipe)
+            run = self._run(steps, lr, loop, getattr(recipe, "recipe_name", "") == "paper")
             shared.check_folder("--data", lessons.data, "make it with `crossspec train generate`")
             shared.check_model_folder(lessons.target)
             shared.begin(out, machine.threads, machine.resume)
@@ -72,18 +64,14 @@ class Trainer(NamedTuple):
         command.__doc__, command.__annotations__["recipe"] = self.recipe.__doc__, self.recipe
         return grouped(command)
 
-    def _run(self, steps: int | None, lr: float | None, loop: shared.Loop) -> dict[str, Any]:
+    def _run(self, steps: int | None, lr: float | None, loop: shared.Loop, is_papers: bool) -> dict[str, Any]:
         """Settings of the loop: the recipe's, and what was given in their place."""
         if steps is not None and loop.epochs is not None:
-            raise ValueError(f"--steps {steps} and --epochs {loop.epochs}: both say how long to train; give one of them")
-        run: dict[str, Any] = {"steps": self.steps, "lr": self.lr}
-        if loop.follows == "paper":
-            if self.paper is None:
-                raise ValueError("--recipe paper: only `crossspec train dart` has one; leave it out")
-            run |= self.paper.loop
+            raise ValueError(f"--steps {steps} and --epochs {loop.epochs} both say how long to train: give one of them")
+        run = {"steps": self.steps, "lr": self.lr} | (self.paper_loop if is_papers else {})
         if steps is not None:
             run |= {"steps": steps, "epochs": 0}
-        return run | ({} if lr is None else {"lr": lr}) | loop.given()
+        return run | ({} if lr is None else {"lr": lr}) | _given(loop)
 
 
 EAGLE3_START = "an EAGLE-3 drafter that `crossspec train eagle3` made"
@@ -114,6 +102,13 @@ class Eagle3Recipe(NamedTuple):
 def _given(recipe: Any) -> dict[str, Any]:
     """The options that were given; what an option is otherwise, the config or ``--start`` says."""
     return {name: value for name, value in recipe._asdict().items() if value is not None}
+
+
+def _given_beside(recipe: Any, papers: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that were given, and what ``--recipe`` sets of the others. Raises ValueError for an unknown one."""
+    given = _given(recipe)
+    recipes: dict[str, Mapping[str, Any]] = {"pocket": {}, "paper": papers}
+    return {**look_up(given.pop("recipe_name"), recipes, "--recipe", "recipe"), **given}
 
 
 def _eagle3_settings(recipe: Eagle3Recipe) -> dict[str, Any]:
@@ -201,18 +196,15 @@ class ConfuRecipe(NamedTuple):
     bfloat16: shared.Bfloat16 = True
 
 
-CONFU_RECIPES: dict[str, dict[str, Any]] = {
-    "pocket": {},
-    "paper": {
-        "future_loss": 0.0,
-        "future_skip": False,
-        "aimed": False,
-        "new_rate": 1.0,
-        "replicas_choose": False,
-        "step_decay": 1.0,
-    },
+CONFU_PAPER = {
+    "future_loss": 0.0,
+    "future_skip": False,
+    "aimed": False,
+    "new_rate": 1.0,
+    "replicas_choose": False,
+    "step_decay": 1.0,
 }
-"""What ``--recipe`` sets (Qin et al. 2026, section 3.3); otherwise the config's defaults count."""
+"""What ``--recipe paper`` sets (Qin et al. 2026, section 3.3)."""
 
 
 def _confu_settings(recipe: ConfuRecipe) -> dict[str, Any]:
@@ -220,9 +212,7 @@ def _confu_settings(recipe: ConfuRecipe) -> dict[str, Any]:
     top, experts = recipe.top_experts, recipe.num_experts
     if top > experts:
         raise ValueError(f"--top-experts {top} must be at most --experts {experts}, of which they are chosen")
-    given = _given(recipe)
-    chosen = look_up(given.pop("recipe_name"), CONFU_RECIPES, "--recipe", "recipe")
-    return {**chosen, **given, "start": str(recipe.start.resolve())}
+    return {**_given_beside(recipe, CONFU_PAPER), "start": str(recipe.start.resolve())}
 
 
 CONFU = Trainer(ConfuRecipe, "vllm_crossspec.training.confu", "ConfuConfig", "train_confu", 1500, 2e-3, _confu_settings)
@@ -273,8 +263,9 @@ DFLASH = Trainer(
 class DartRecipe(NamedTuple):
     """Train a DART drafter (parallel logits, fvliang's format) by annealed KL; the defaults are the pocket one.
 
-    `--recipe paper` trains as the paper does: AdamW (0.9, 0.999) at 2e-5 along a cosine, gradients clipped at 0.5, three
-    epochs, drafts at every place of a response, an output layer that begins at random.
+    `--recipe paper` trains as the paper does: AdamW (0.9, 0.999) at 2e-5 along a cosine, gradients clipped at 0.5, for
+    three epochs, with drafts at every place of a response and an output layer that begins at random. Options that are
+    given beside it count more.
 
     Prints and stores (`acceptance.json`) the tokens a round on the held-out responses, of its first choices alone:
     the n-gram store that joins them into trees is made with `crossspec ngram build`. An `--unshifted` drafter is for
@@ -294,32 +285,45 @@ class DartRecipe(NamedTuple):
     ] = True
     teacher_temperature: shared.Teacher = 1.0
     rows_per_step: shared.Rows = 16
+    recipe_name: Annotated[
+        str,
+        Option("--recipe", help="`pocket`, as the shipped drafter's, or `paper`: defaults of other options."),
+    ] = "pocket"
     anchors_per_row: Annotated[
-        int | None,
-        Option("--anchors", min=0, help="Drafts of one response in one step; 32 (ours), or 0: at every place (paper)."),
+        int | None, Option("--anchors", min=0, help="Drafts of one response in one step; 32, or 0: at every place.")
     ] = None
     head: Annotated[
-        Literal["target", "random"] | None, Option(help="What the output layer begins as; the target's in ours.")
+        Literal["target", "random"] | None, Option(help="What the output layer begins as; `target`, or `random`.")
     ] = None
     bfloat16: shared.Bfloat16 = True
 
 
-DART_PAPER = Paper(
-    loop={
-        "epochs": 3,
-        "lr": 2e-5,
-        "optimizer": "adamw",
-        "beta2": 0.999,
-        "schedule": "cosine",
-        "weight_decay": 0.0,
-        "clip": 0.5,
-    },
-    drafter={"anchors_per_row": 0, "head": "random"},
-)
-"""Appendix B.2. Weight decay and head it leaves open: they are those of SpecForge, which its code is based on."""
+DART_PAPER = {"anchors_per_row": 0, "head": "random"}
+DART_LOOP = {
+    "epochs": 3,
+    "lr": 2e-5,
+    "optimizer": "adamw",
+    "beta2": 0.999,
+    "schedule": "cosine",
+    "weight_decay": 0.0,
+    "clip": 0.5,
+}
+"""Liu et al. 2026, section 3.3 and appendix B.2, which leave open weight decay and how the head begins."""
+
+
+def _dart_settings(recipe: DartRecipe) -> dict[str, Any]:
+    return _given_beside(recipe, DART_PAPER)
+
 
 DART = Trainer(
-    DartRecipe, "vllm_crossspec.training.dart", "DartConfig", "train_dart", 2200, 2e-3, _given, paper=DART_PAPER
+    DartRecipe,
+    "vllm_crossspec.training.dart",
+    "DartConfig",
+    "train_dart",
+    2200,
+    2e-3,
+    _dart_settings,
+    paper_loop=DART_LOOP,
 )
 
 

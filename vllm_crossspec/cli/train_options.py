@@ -46,27 +46,20 @@ class Lessons(NamedTuple):
 
 
 class Loop(NamedTuple):
-    """How the loop runs; what is not given is the recipe's."""
+    """How the loop runs; what is not given is the recipe's, and else as :class:`training.loop.LoopConfig` has it."""
 
-    follows: Annotated[
-        Literal["ours", "paper"],
-        Option("--recipe", help="Whose training: what it says holds where no option does. paper: `dart` only."),
-    ] = "ours"
     epochs: Annotated[int | None, Option(min=1, help="Passes over the responses, in the place of --steps.")] = None
     optimizer: Annotated[
-        Literal["muon", "adamw"] | None, Option(help="muon: of matrices, AdamW of the rest (ours). adamw: of all.")
+        Literal["muon", "adamw"] | None,
+        Option(help="muon: for matrices, AdamW for the rest (default). adamw: for all."),
     ] = None
-    beta2: Annotated[float | None, Option(min=0.0, max=0.9999, help="AdamW's second beta; ours is 0.95.")] = None
+    beta2: Annotated[float | None, Option(min=0.0, max=0.9999, help="AdamW's second beta; 0.95 by default.")] = None
     schedule: Annotated[
         Literal["linear", "cosine"] | None,
-        Option(help="After the warm-up. linear: flat, then falling over the last 40 % (ours). cosine: to 0."),
+        Option(help="After the warm-up. linear: flat, then falling over the last 40 % (the default). cosine: to 0."),
     ] = None
-    weight_decay: Annotated[float | None, Option(min=0.0, help="Of matrices; ours is 0.05.")] = None
-    clip: Annotated[float | None, Option(min=0.001, help="Most that a gradient's norm may be; ours is 1.")] = None
-
-    def given(self) -> dict[str, Any]:
-        """The settings of the loop that were given."""
-        return {name: value for name, value in self._asdict().items() if name != "follows" and value is not None}
+    weight_decay: Annotated[float | None, Option(min=0.0, help="Of matrices; 0.05 by default.")] = None
+    clip: Annotated[float | None, Option(min=0.001, help="Most that a gradient's norm may be; 1 by default.")] = None
 
 
 class Machine(NamedTuple):
