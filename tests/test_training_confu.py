@@ -22,7 +22,7 @@ from tiny_training import (
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import DynamicCache
 
-from vllm_crossspec.cli.train_drafters import CONFU_RECIPES
+from vllm_crossspec.cli.train_drafters import CONFU_PAPER
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.training import confu
 from vllm_crossspec.training.blocks import rotate
@@ -225,7 +225,7 @@ def test_without_futures_nothing_contemplates(target):
     assert _gradients(target, replace(CONFU, no_future=0.0))["no_future_embed"] == 0
 
 
-PAPER = replace(CONFU, **CONFU_RECIPES["paper"])
+PAPER = replace(CONFU, **CONFU_PAPER)
 
 
 def test_the_papers_recipe_has_no_gradient_but_the_drafters(target):
