@@ -30,8 +30,6 @@ class RouterSettings(NamedTuple):
         policy: an entry of the registry (``router.policies``).
         drafters: [N] names in routing order.
         thresholds: [N - 1] numbers for every batch size, or None for "auto": what ``costs`` and ``checkpoint`` say.
-        by_category: those of requests that name a category, [N - 1] for each but the first, whose are ``thresholds``.
-        tempers: whether the entropy is that of the distribution at the request's temperature, not at 1.
         checkpoint: the trained router, if there is one.
         costs: of a round, as measured; None where they were not: all drafters then cost the same.
         fixed: number of the drafter of policy ``fixed``.
@@ -39,13 +37,13 @@ class RouterSettings(NamedTuple):
         priors: [N] tokens of a round with each before anything is known; None: all the same.
         tried: of a policy that learns, drafters that are tried every now and then; None: all of them.
         correct: whether a trained router's predictions are corrected by what a request's own rounds have brought.
+        by_category: thresholds of requests that name a category, [N - 1] for each; all others go by ``thresholds``.
+        tempers: whether the entropy is that of the distribution at the request's temperature, not at 1.
     """
 
     policy: str
     drafters: tuple[str, ...]
     thresholds: tuple[float, ...] | None = None
-    by_category: tuple[tuple[float, ...], ...] = ()
-    tempers: bool = False
     checkpoint: RouterCheckpoint | None = None
     costs: RoundCosts | None = None
     fixed: int = 0
@@ -53,6 +51,8 @@ class RouterSettings(NamedTuple):
     priors: tuple[float, ...] | None = None
     tried: tuple[int, ...] | None = None
     correct: bool = True
+    by_category: tuple[tuple[float, ...], ...] = ()
+    tempers: bool = False
 
 
 class Router:
