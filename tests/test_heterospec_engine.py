@@ -296,23 +296,6 @@ def test_one_wait_a_round_and_no_pass_too_many(runs):
     assert runs("none sure", "six").sized["extra_passes"] == 0
 
 
-def test_bins_may_have_more_nodes_than_the_tree(tmp_path):
-    """The paper's third bin, not capped: N' = 20 + (4 - 3) nodes, in an engine whose tree has 20."""
-    from vllm_crossspec.adaptive.heterospec import Reading
-
-    thresholds = (NOTHING - 1, NOTHING, EVERYTHING)
-    path = calibration_file(tmp_path, thresholds, alpha=4, reading=Reading(first_bin=1, is_capped=False))
-    with engines.engine(spec(path), enable_prefix_caching=False) as llm:
-        llm.collective_rpc(watch_rows)
-        assert SCENARIOS["six"](llm, True) == plain()["six"]
-        steps = llm.collective_rpc(watched)[0]
-        sized = llm.collective_rpc("crossspec_adaptive")[0]["eagle3"]
-    assert sized["trees"][2] > 0 and sized["nodes"][2] == 21 * sized["trees"][2]
-    assert {drafted for step in steps for drafted in step["drafted"] if drafted} == {21}
-    assert any(21 in step["sizes"] for step in steps)
-    check_rows(steps)
-
-
 # -- negative controls --------------------------------------------------------------------------------------------
 
 
@@ -351,3 +334,23 @@ def test_a_broken_target_pass_is_seen(llm, runs):
 def test_the_file_is_the_commands(tmp_path):
     content = json.loads(Path(calibration_file(tmp_path, BINS["spread"])).read_text())
     assert [entry["width"] for entry in content["bins"]] == [8, 13, 20, 20]
+
+
+# ---- an engine of its own, which ends the ones above: last
+
+
+def test_bins_may_have_more_nodes_than_the_tree(tmp_path):
+    """The paper's third bin, not capped: N' = 20 + (4 - 3) nodes, in an engine whose tree has 20."""
+    from vllm_crossspec.adaptive.heterospec import Reading
+
+    thresholds = (NOTHING - 1, NOTHING, EVERYTHING)
+    path = calibration_file(tmp_path, thresholds, alpha=4, reading=Reading(first_bin=1, is_capped=False))
+    with engines.engine(spec(path), enable_prefix_caching=False) as llm:
+        llm.collective_rpc(watch_rows)
+        assert SCENARIOS["six"](llm, True) == plain()["six"]
+        steps = llm.collective_rpc(watched)[0]
+        sized = llm.collective_rpc("crossspec_adaptive")[0]["eagle3"]
+    assert sized["trees"][2] > 0 and sized["nodes"][2] == 21 * sized["trees"][2]
+    assert {drafted for step in steps for drafted in step["drafted"] if drafted} == {21}
+    assert any(21 in step["sizes"] for step in steps)
+    check_rows(steps)
