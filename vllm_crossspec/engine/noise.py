@@ -34,6 +34,15 @@ def _gumbel(seed, position, key, USE_FP64: tl.constexpr):
 
 
 @triton.jit
+def _noise_of(token, inside, offsets_ptr, seed, position, USE_FP64: tl.constexpr):
+    """The target's own Gumbel noise for draft ids of a request at a position."""
+    key = token
+    if offsets_ptr is not None:
+        key = token + tl.load(offsets_ptr + token, mask=inside, other=0)
+    return _gumbel(seed, position, key, USE_FP64)
+
+
+@triton.jit
 def _add_target_noise_kernel(
     logits_ptr,  # [rows, vocabulary], the drafter's
     logits_stride,
@@ -59,10 +68,7 @@ def _add_target_noise_kernel(
     if temperature != 0.0:
         seed = tl.load(seeds_ptr + slot)
         position = tl.load(positions_ptr + row)
-        key = token
-        if offsets_ptr is not None:
-            key = token + tl.load(offsets_ptr + token, mask=inside, other=0)
-        x = x / temperature + _gumbel(seed, position, key, USE_FP64)
+        x = x / temperature + _noise_of(token, inside, offsets_ptr, seed, position, USE_FP64)
     else:
         x = x * sharpness
     tl.store(out_ptr + row * out_stride + token, x, mask=inside)
@@ -160,10 +166,8 @@ def _add_candidate_noise_kernel(
         x = tl.load(scores_ptr + place, mask=inside, other=float("-inf"))
         token = tl.load(tokens_ptr + place, mask=inside, other=0).to(tl.int64)
         if is_sampled:  # one that is no candidate stays at -inf
-            key = token
-            if offsets_ptr is not None:
-                key = token + tl.load(offsets_ptr + token, mask=inside, other=0)
-            x = x / temperature + _gumbel(tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), key, USE_FP64)
+            seed, position = tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)
+            x = x / temperature + _noise_of(token, inside, offsets_ptr, seed, position, USE_FP64)
         else:
             x = x * sharpness
         tl.store(scores_ptr + place, x, mask=inside)
@@ -246,10 +250,9 @@ def _add_cluster_noise_kernel(
         is_cluster = c < num_clusters
         is_member = is_cluster[:, None] & (m < CLUSTER_SIZE)[None, :]
         place = c.to(tl.int64)[:, None] * CLUSTER_SIZE + m[None, :]
-        key = tl.load(members_ptr + place, mask=is_member, other=0).to(tl.int64)
-        if offsets_ptr is not None:
-            key = key + tl.load(offsets_ptr + key, mask=is_member, other=0)
-        noise = _gumbel(tl.load(seeds_ptr + slot), tl.load(positions_ptr + row), key, USE_FP64)
+        token = tl.load(members_ptr + place, mask=is_member, other=0).to(tl.int64)
+        seed, position = tl.load(seeds_ptr + slot), tl.load(positions_ptr + row)
+        noise = _noise_of(token, is_member, offsets_ptr, seed, position, USE_FP64)
         most = tl.max(tl.where(is_member, noise, float("-inf")), axis=1)
         score = tl.load(scores_ptr + row * num_clusters + c, mask=is_cluster, other=0.0)
         length = tl.load(lengths_ptr + c, mask=is_cluster, other=0.0)
