@@ -8,7 +8,8 @@ itself. Each arm is an engine of its own (policy `fixed`), so that an engine's l
 turns of all are interleaved. With more than four engines up (plain's is one) the last to start, the router's, seemed to
 be at a disadvantage: `--arms tree,dart` measures fewer arms alone. The router learns as it goes: its first turn is of
 an engine that knows nothing. Seconds of a prompt are the median of its turns; the best arm of every prompt is chosen by
-these seconds themselves, so that their noise flatters it.
+these seconds themselves, so that their noise flatters it. A machine that is slower for a while slows all methods of a
+turn, so the quotients within each turn, and their median, say more than those of such seconds.
 """
 
 import argparse
@@ -76,9 +77,10 @@ class Comparison:
         seconds = sum(median(self.seconds[method][name]) for name in self.groups[group])
         return sum(self.tokens[name] for name in self.groups[group]) / seconds
 
-    def speeds_by_turn(self, method: str) -> list[float]:
-        """Tokens a second over all prompts, turn by turn."""
-        return [sum(self.tokens.values()) / sum(turn) for turn in zip(*self.seconds[method].values(), strict=True)]
+    def speeds_by_turn(self, method: str, group: str = "all") -> list[float]:
+        """Tokens a second over some prompts, turn by turn."""
+        turns = zip(*(self.seconds[method][name] for name in self.groups[group]), strict=True)
+        return [sum(self.tokens[name] for name in self.groups[group]) / sum(turn) for turn in turns]
 
     def over_best_arm(self, group: str) -> float:
         """The router's tokens a second by those of the arm that is the best of these prompts."""
@@ -90,10 +92,10 @@ class Comparison:
         best = sum(min(seconds[arm][name] for arm in self.arms) for name in self.groups[group])
         return best / sum(seconds[ROUTER][name] for name in self.groups[group])
 
-    def over_best_by_turn(self) -> list[float]:
-        """The router's tokens a second over all prompts by those of the best arm of the same turn."""
-        arms = zip(*(self.speeds_by_turn(arm) for arm in self.arms), strict=True)
-        return [mine / max(theirs) for mine, theirs in zip(self.speeds_by_turn(ROUTER), arms, strict=True)]
+    def over_best_by_turn(self, group: str = "all") -> list[float]:
+        """The router's tokens a second over some prompts by those of the best arm of the same turn."""
+        arms = zip(*(self.speeds_by_turn(arm, group) for arm in self.arms), strict=True)
+        return [mine / max(theirs) for mine, theirs in zip(self.speeds_by_turn(ROUTER, group), arms, strict=True)]
 
     def causes(self) -> dict[str, float] | None:
         """What the router's quotient to the best arm is made of; their product is it, by mean seconds of all prompts.
@@ -124,6 +126,8 @@ class Comparison:
             yield f"| {method} | {' | '.join(f'{self.speed(method, group):.1f}' for group in self.groups)} | {turns} |"
         over = " | ".join(f"{self.over_best_arm(group):.2f}" for group in self.groups)
         yield f"| router over the best arm | {over} | {', '.join(f'{x:.2f}' for x in self.over_best_by_turn())} |"
+        over = " | ".join(f"{median(self.over_best_by_turn(group)):.2f}" for group in self.groups)
+        yield f"| the same, median of the turns | {over} | |"
         over = " | ".join(f"{self.over_best_arms(group):.2f}" for group in self.groups)
         yield f"| router over the best arm of every prompt | {over} | |"
         if causes := self.causes():

@@ -460,8 +460,8 @@ def test_a_router_is_compared_by_turn_by_category_and_by_prompt(tmp_path):
     found = cpu_routing.Comparison([*rows, {"category": "all"}], names)
     assert found.speed("arm-a", "all") == 24 / 5 and found.speed("arm-b", "y") == 12
     assert found.over_best_arm("all") == 2 and found.over_best_arm("x") == 1 and found.over_best_arms("all") == 1
-    assert found.over_best_by_turn() == [1, 2, 2]
-    assert len(list(found.table())) == 8
+    assert found.over_best_by_turn() == [1, 2, 2] and found.over_best_by_turn("y") == [1 / 3, 1, 1]
+    assert len(list(found.table())) == 9
     causes = found.causes()
     alone = 7 / 20 * (5 / 3 + 4 - 0.5) + 7 / 20 * (3 + 1 - 0.5)
     assert causes["choice"] == pytest.approx(4 / (0.5 + alone)) and causes["prompts"] == pytest.approx(1)
