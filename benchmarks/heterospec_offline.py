@@ -8,8 +8,8 @@ A response is the target's own path: whatever a draft has of it would be accepte
 tree is grown, deeper than any that is asked about, and the ranks are kept that the response's own tokens have in it:
 every shallower and narrower tree is a part of it, so that each can be read off, and a method that is made of such trees
 is walked through the responses afterwards, without a model. Beside it a chain of first choices, with the entropies by
-which AdaEDL (Agrawal et al. 2024) stops. Texts are recorded in shards: a stopped run goes on with the next one. Needs
-no GPU; about ten minutes on one core.
+which AdaEDL (Agrawal et al. 2024) stops and the probabilities of the choices. Texts are recorded in shards: a stopped
+run goes on with the next one. Needs no GPU; about ten minutes on one core.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from vllm_crossspec.tree.torch_ops import DynamicTree
 
 INDEX_FILE = "trees.json"
 SHARD_TEXTS, PLACES_AT_ONCE = 8, 64
-NAMES = ("ranks", "phi", "entropies", "chain", "chain_entropies")
+NAMES = ("ranks", "phi", "log_probs", "entropies", "chain", "chain_entropies", "chain_confidences")
 DEFAULTS = tree_kind("dynamic", "tree.type").defaults
 
 
@@ -56,16 +56,18 @@ class Facts(NamedTuple):
 
 
 class Records(NamedTuple):
-    """Every place at which a round may begin; P places of B texts, D levels.
+    """Every place at which a round may begin; P places of B texts, D levels, N nodes.
 
     Attributes:
         ranks: int16 [P, D, D]: ``[p, l, d]`` is the rank, from 1, of the text's own token l + 1 places ahead among all
             candidates of the levels up to d + 1; 0 where it is none.
         phi: float32 [P] of the base tree (HeteroSpec, equation 1), nats.
+        log_probs: float32 [P, N] of the base tree's nodes, falling: each one's path from the root, as they are ranked.
         entropies: float32 [P, D] of the drafter's distribution behind the likeliest node of each level, from the root
             on, nats, over its whole vocabulary and not sharpened.
         chain: int16 [P], how many first choices in a row are the text's own tokens.
         chain_entropies: float32 [P, D] of the distributions that those choices are from.
+        chain_confidences: float32 [P, D], the probabilities of those choices, not sharpened.
         counts: int64 [B] places of each text, one after another: its tokens but the first, which its prompt gives.
         categories: of the texts.
         facts: what drafted.
@@ -73,9 +75,11 @@ class Records(NamedTuple):
 
     ranks: np.ndarray
     phi: np.ndarray
+    log_probs: np.ndarray
     entropies: np.ndarray
     chain: np.ndarray
     chain_entropies: np.ndarray
+    chain_confidences: np.ndarray
     counts: np.ndarray
     categories: list[str]
     facts: Facts
@@ -131,23 +135,23 @@ class Places(Round):
         super().__init__(group, text, place, torch.full_like(place, -1))
         self.sharpness = sharpness
 
-    def _entropy(self, states: torch.Tensor) -> torch.Tensor:
-        """Nats [R] of the distributions that the drafter has in states [R, H], not sharpened."""
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        """The drafter's [R, V] in states [R, H], not sharpened."""
         model = self.group.model
-        return naive.entropy(model.lm_head(model.norm(states)) / self.sharpness)
+        return model.lm_head(model.norm(states)) / self.sharpness
 
-    def tree(self, truth: torch.Tensor, depth: int, top_k: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def tree(self, truth: torch.Tensor, base: TreeShape) -> tuple[torch.Tensor, ...]:
         """Grow one tree at each place, and find the text in it.
 
         Args:
             truth: int64 [R, D], what the text goes on with, -1 past its end; D levels are grown.
-            depth: of the base tree.
-            top_k: nodes of a level that are expanded, and children of each.
+            base: the base tree.
 
         Returns:
-            ``ranks``, ``phi`` and ``entropies`` of :class:`Records`, for these places.
+            ``ranks``, ``phi``, ``log_probs`` and ``entropies`` of :class:`Records`, for these places.
         """
         num_reqs, levels = truth.shape
+        top_k = base.top_k
         builder = DynamicTree(num_nodes=1, depth=levels, top_k=top_k, max_num_reqs=num_reqs, device=torch.device("cpu"))
         # Of the text's path: its candidates (-1: there is none) and its node in the beam.
         found, at = torch.full((num_reqs, levels), -1), torch.zeros(num_reqs, dtype=torch.int64)
@@ -156,7 +160,7 @@ class Places(Round):
         nodes, states, entropies = self.root[:, None], self.root_state[:, None], []
         for level in range(levels):
             log_probs, tokens, states = self._level(level, nodes, states, masks, top_k)
-            entropies.append(self._entropy(states[:, 0]))
+            entropies.append(naive.entropy(self._logits(states[:, 0])))
             is_next = (tokens[rows, at] == truth[:, level, None]) & on_path[:, None]
             on_path = is_next.any(1)
             first = top_k + (level - 1) * top_k**2 if level else 0
@@ -174,19 +178,24 @@ class Places(Round):
             nodes = beam.tokens
             states = states.gather(1, beam.parents.long()[..., None].expand(-1, -1, states.shape[-1]))
         grown = builder.grown()
-        return ranks_of(grown.log_probs, found, top_k), phi_of(grown, depth), torch.stack(entropies, 1)
+        of_base = grown._replace(log_probs=grown.log_probs[:, : top_k + (base.depth - 1) * top_k**2])
+        best = of_base.log_probs.topk(base.num_nodes).values
+        return ranks_of(grown.log_probs, found, top_k), phi_of(of_base, base.depth), best, torch.stack(entropies, 1)
 
-    def first_choices(self, truth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """``chain`` and ``chain_entropies`` of :class:`Records`, for these places; ``truth`` as of :meth:`tree`."""
+    def first_choices(self, truth: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The three ``chain`` parts of :class:`Records`, for these places; ``truth`` as of :meth:`tree`."""
         num_reqs, levels = truth.shape
-        token, states, hits, entropies = self.root[:, None], self.root_state[:, None], [], []
+        token, states = self.root[:, None], self.root_state[:, None]
+        hits, entropies, confidences = [], [], []
         for level in range(levels):
             masks = torch.ones(num_reqs, 1, level, dtype=torch.bool)
             _, tokens, states = self._level(level, token, states, masks, 1)
             token = tokens[:, 0]
             hits.append(token[:, 0] == truth[:, level])
-            entropies.append(self._entropy(states[:, 0]))
-        return torch.stack(hits, 1).long().cumprod(1).sum(1), torch.stack(entropies, 1)
+            logits = self._logits(states[:, 0])
+            entropies.append(naive.entropy(logits))
+            confidences.append(logits.softmax(-1).amax(-1))
+        return torch.stack(hits, 1).long().cumprod(1).sum(1), torch.stack(entropies, 1), torch.stack(confidences, 1)
 
 
 def ranks_of(log_probs: torch.Tensor, found: torch.Tensor, top_k: int) -> torch.Tensor:
@@ -210,15 +219,13 @@ def ranks_of(log_probs: torch.Tensor, found: torch.Tensor, top_k: int) -> torch.
 
 
 def phi_of(grown: Any, depth: int) -> torch.Tensor:
-    """float32 [R] Phi over the first ``depth`` levels of what was grown, nats."""
+    """float32 [R] Phi over ``depth`` levels, nats; ``grown`` has their log-probabilities."""
     num_reqs = len(grown.log_probs)
     phi, others = torch.zeros(num_reqs), torch.zeros(num_reqs, dtype=torch.int32)
     one = torch.zeros(1, dtype=torch.int32)
     written = {"bins": others, "limits": others.clone(), "caps": others.clone()}
     policy = {"thresholds": torch.zeros(0), "extensions": one, "widths": one}
-    top_k = grown.beam_parents.shape[2]
-    base = grown._replace(log_probs=grown.log_probs[:, : top_k + (depth - 1) * top_k**2])
-    naive.assess(grown=base, levels=depth, phi=phi, **policy, **written)
+    naive.assess(grown=grown, levels=depth, phi=phi, **policy, **written)
     return phi
 
 
@@ -236,17 +243,11 @@ def record(
         columns = place[some, None] + 2 + torch.arange(levels)
         past = columns >= batch.ends[text[some], None]
         truth = batch.tokens[text[some, None], columns.clamp(max=batch.tokens.shape[1] - 1)].masked_fill(past, -1)
-        tree_parts = Places(group, text[some], place[some], tree.sharpness).tree(truth, tree.depth, tree.top_k)
+        tree_parts = Places(group, text[some], place[some], tree.sharpness).tree(truth, tree)
         chain_parts = Places(group, text[some], place[some], tree.sharpness).first_choices(truth)
         parts.append((*tree_parts, *chain_parts))
-    ranks, phi, entropies, chain, chain_entropies = (torch.cat(part) for part in zip(*parts, strict=True))
-    return {
-        "ranks": ranks.to(torch.int16),
-        "phi": phi,
-        "entropies": entropies,
-        "chain": chain.to(torch.int16),
-        "chain_entropies": chain_entropies,
-    }
+    tensors = dict(zip(NAMES, (torch.cat(part) for part in zip(*parts, strict=True)), strict=True))
+    return tensors | {name: tensors[name].to(torch.int16) for name in ("ranks", "chain")}
 
 
 def collect(options: argparse.Namespace, progress: Progress) -> None:

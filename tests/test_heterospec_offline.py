@@ -82,11 +82,27 @@ def test_every_smaller_tree_is_read_off(drafts):
         chain = Round(group, torch.full((count,), text), place, torch.full((count,), -1))
         assert tables.chains(records, 4).accepted[mine].tolist() == chain.accepted(Size(4, 4, 1)).tolist()
     assert seen > 20, "nothing was accepted"
+    # A path that has k nodes before it has a k-th log-probability: the first node's is of one token.
+    assert (np.diff(records.log_probs) <= 0).all() and (records.log_probs <= 0).all()
+    firsts = records.log_probs[:, 0]
+    with torch.no_grad():
+        states = Round(group, torch.zeros(1, dtype=torch.int64), group.batch.starts[:1] - 1, torch.full((1,), -1))
+        _, _, state = states._level(0, states.root[:, None], states.root_state[:, None], torch.zeros(1, 1, 0).bool(), 1)
+        best = model.lm_head(model.norm(state[:, 0])).log_softmax(-1).amax()
+    assert firsts[0] == pytest.approx(float(best), rel=1e-4)
     shallow = heterospec_offline.record(model, target, rows, tree, tree.depth)
     np.testing.assert_allclose(records.phi, shallow["phi"].numpy(), rtol=1e-5)
     assert (records.phi > 0).all() and (records.phi < 3 * np.log(top_k) + 1e-4).all()
     np.testing.assert_allclose(records.entropies[:, 0], records.chain_entropies[:, 0], rtol=1e-5)
     assert (records.chain_entropies[:, 0] > records.phi / 3).any(), "of the whole vocabulary, and not sharpened"
+    # No distribution of this entropy has a likeliest token that is less likely than so.
+    assert (records.chain_confidences >= np.exp(-records.chain_entropies) - 1e-5).all()
+    with torch.no_grad():
+        model.lm_head.weight.div_(SHARPNESS)
+    plain = heterospec_offline.record(model, target, rows, tree._replace(sharpness=1.0), tree.depth)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(SHARPNESS)
+    np.testing.assert_allclose(records.chain_confidences[:, : tree.depth], plain["chain_confidences"].numpy(), rtol=1e-4)
 
 
 def test_ranks_are_places_in_a_stable_order():
@@ -129,9 +145,11 @@ def made_up(num_texts=40, levels=6, seed=0):
     tensors = {
         "ranks": torch.from_numpy(ranks),
         "phi": torch.from_numpy(phi),
+        "log_probs": torch.from_numpy(-np.sort(generator.random((num_places, TREE.num_nodes)).astype(np.float32) * 9)),
         "entropies": torch.from_numpy(generator.random((num_places, levels)).astype(np.float32) * 3),
         "chain": torch.from_numpy(np.minimum(length // 2, left).astype(np.int16)),
         "chain_entropies": torch.from_numpy(generator.random((num_places, levels)).astype(np.float32) * 3),
+        "chain_confidences": torch.from_numpy(generator.random((num_places, levels)).astype(np.float32)),
     }
     return tensors, counts, ["math", "chat"] * (num_texts // 2), TREE, levels
 
@@ -189,10 +207,40 @@ def test_rounds_past_a_texts_end_are_not_fitted_to():
 def test_adaedl_stops_behind_the_first_unsure_level():
     """1 - sqrt(0.2 H) is 1 at no entropy, 0.553 at 1 nat and 0.368 at 2."""
     entropies = np.array([[0.0, 1.0, 2.0, 0.0], [2.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 2.0]])
-    assert tables.stopped(entropies, 0.5, 4).tolist() == [3, 1, 4]
-    assert tables.stopped(entropies, 0.6, 4).tolist() == [2, 1, 4]
-    assert tables.stopped(entropies, 0.3, 4).tolist() == [4, 4, 4]
-    assert tables.stopped(entropies, 0.5, 2).tolist() == [2, 1, 2]
+    assert tables.adaedl(entropies, 0.5, 4).tolist() == [3, 1, 4]
+    assert tables.adaedl(entropies, 0.6, 4).tolist() == [2, 1, 4]
+    assert tables.adaedl(entropies, 0.3, 4).tolist() == [4, 4, 4]
+    assert tables.adaedl(entropies, 0.5, 2).tolist() == [2, 1, 2]
+
+
+def test_chains_end_behind_a_choice_that_is_not_sure():
+    confidences = np.array([[0.9, 0.3, 0.9], [0.8, 0.7, 0.6], [0.1, 1.0, 1.0]])
+    assert tables.confident(confidences, 0.4).tolist() == [2, 3, 1]
+    assert tables.likely(confidences, 0.4).tolist() == [2, 3, 1]
+    assert tables.likely(confidences, 0.57).tolist() == [2, 2, 1]
+
+
+def test_trees_without_unlikely_nodes():
+    tensors, counts, categories, tree, levels = made_up()
+    tensors["log_probs"] = torch.full_like(tensors["log_probs"], np.log(0.001))
+    tensors["log_probs"][::2, :7] = np.log(0.02)
+    records = records_of(tensors, counts, categories, tree, levels)
+    drafts = tables.likely_nodes(records, 0.01)
+    # 7 and none, rounded up to widths of 1, 2, 3, 5, 10 and 20.
+    assert set(drafts.rows[::2].tolist()) == {11} and set(drafts.rows[1::2].tolist()) == {2}
+    assert set(drafts.passes.tolist()) == {tree.depth}
+    assert (drafts.accepted <= tables.fixed(records).accepted).all()
+
+
+def test_chains_go_by_the_last_round():
+    """Begun at half of the longest: 3. A place's chain is all accepted or as much as its text has of it."""
+    tensors, _, categories, tree, levels = made_up(2)
+    tensors = {name: tensor[:24] for name, tensor in tensors.items()}
+    tensors["chain"] = torch.tensor([6] * 12 + [0] * 12, dtype=torch.int16)
+    counts = tables.paced(records_of(tensors, [12, 12], categories[:2], tree, levels), 6)
+    # 3 + 1, then 5 + 1, then 2 of the 6 that are left; and 3, 2, then single tokens, none of which is right.
+    assert counts.calls.tolist() == [3, 12] and counts.passes.tolist() == [3 + 5 + 6, 3 + 2 + 10]
+    assert counts.rows.tolist() == [17, 27]
 
 
 def test_no_text_chooses_its_own_bins():

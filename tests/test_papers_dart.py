@@ -123,6 +123,21 @@ def test_the_tables(tmp_path, capsys, responses, target_folder, runs, store):
     assert third[-1]["alpha"][0][0] > 50  # n-grams that have seen the text
 
 
+def test_no_ngram_is_of_the_kind_that_is_left_out(tmp_path, capsys, monkeypatch, responses, target_folder, runs, store):
+    words = ["--responses", responses, "--target", target_folder, "--store", store, "--nodes", 12]
+    words += ["--drafter", runs / "a" / "model"]
+    asked, counted = [], dart.counted
+    monkeypatch.setattr(dart, "counted", lambda rows, *given: asked.append(rows) or counted(rows, *given))
+    found = {row["texts"]: row for row in _made(tmp_path, capsys, "left-out", *words)}
+    everything, *parts = asked
+    for kind, (as_many, others) in zip(("chat", "math"), (parts[:2], parts[2:]), strict=True):
+        assert {row.category for row in others} == {"chat", "math"} - {kind}
+        assert len(as_many) == len(others) < len(everything) and {row.category for row in as_many} == {"chat", "math"}
+    plain, *_ = _made(tmp_path, capsys, "table-2", *words)
+    assert all(found[kind]["without n-grams"] == plain[kind] for kind in ("all", "chat", "math"))
+    assert found["all"]["of all kinds"] != found["all"]["of the others"]
+
+
 def test_bad_input_is_one_sentence(tmp_path, capsys, responses, target_folder, runs, store):
     texts = ["--responses", responses, "--target", target_folder, "--store", store]
     for words, sentence in (

@@ -43,6 +43,14 @@ def test_every_text_goes_by_what_is_best_on_the_others():
     assert whiflash.crossed(at, groups, by_category=True).tokens[:4].tolist() == [2, 7, 2, 7]
 
 
+def test_every_category_goes_by_what_is_best_on_the_others():
+    groups = {"a": [0, 1], "b": [2, 3], "c": [4]}
+    ones = np.ones(5, dtype=np.int64)
+    at = {1.0: Walk(np.array([1, 1, 9, 9, 3]), ones), 2.0: Walk(np.array([8, 8, 2, 2, 4]), ones)}
+    # b and c together prefer 1, a and c 2; a and b have 5 of either, and the first of equals is taken.
+    assert whiflash.of_others(at, groups).tokens.tolist() == [1, 1, 2, 2, 3]
+
+
 def test_backlogs_by_hand():
     """One text of 8 tokens, rounds of 2 and 1: drafter 0, 0, 1, 1, 0; the other was last told at its round before."""
     paths = simulate.Trajectories(
@@ -77,7 +85,7 @@ def folders(tmp_path_factory):
     return ["--records", str(folder / "records"), "--router", str(folder / "router")]
 
 
-@pytest.mark.parametrize("table", ["table-1", "table-2", "figure-2", "backlogs", "table-13"])
+@pytest.mark.parametrize("table", ["table-1", "table-2", "left-out", "figure-2", "backlogs", "table-13"])
 def test_tables_are_made(table, folders, tmp_path, capsys):
     document = tmp_path / "table.json"
     given = folders if table != "table-13" else []

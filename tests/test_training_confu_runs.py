@@ -388,9 +388,27 @@ def test_the_papers_tables(tmp_path, still, start, responses, target_folder):
     assert [row.response_ids for row in warm] != [row.response_ids for row in texts]
 
 
+def test_trainings_side_by_side(tmp_path, config, still, start, start_run, responses, target_folder):
+    other = tmp_path / "other"
+    train_confu(responses, target_folder, other, replace(config, replicas=0), STILL)
+    given = ["--responses", responses, "--target", target_folder, "--confu", still, "--control", start]
+    words = ["confu", "table-4", *given, "--rows", 6, "--nodes", 9, "--json", tmp_path / "made.json"]
+    words += ["--runs", still.parent, other, start_run]
+    assert paper_tables.main(list(map(str, words))) == 0
+    whole, without, eagle3 = json.loads((tmp_path / "made.json").read_text())["tables"][0]["rows"]
+    assert [row["training"] for row in (whole, without, eagle3)] == ["ConFu", "replicas 0", "EAGLE-3"]
+    # Neither has learned anything, and replicas are of training alone; EAGLE-3 is the control of Table 3.
+    assert whole["tau"] == without["tau"] and without["gain"][0] == 0
+    words[1], words[words.index("--runs") :] = "table-3", ["--temperatures", 0]
+    assert paper_tables.main(list(map(str, words))) == 0
+    (row,) = json.loads((tmp_path / "made.json").read_text())["tables"][0]["rows"]
+    assert row["confu"] == whole["tau"] and row["control"] == eagle3["tau"] != whole["tau"]
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (("table-4", "--runs", "nowhere"), "--runs nowhere is no finished --out of `crossspec train confu`"),
         (("table-3", "--nodes", "9,x"), "--nodes 9,x: give numbers with commas between them"),
         (("table-3", "--nodes", "999"), "--nodes 999: 1 to 710"),
         (("table-3", "--temperatures", "-1"), "--temperatures -1: none may be below 0"),

@@ -5,19 +5,23 @@ accepted, as where a target samples each next token and goes on along the tree f
 every temperature for drafts that were not sampled themselves, as those of the paper's trees are not.
 """
 
+import json
 import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from confu_offline import Decoded, Models, Size, add_models, decode, load_models, read_rows
+from confu_offline import Decoded, Models, Size, add_models, decode, load_control, load_models, read_rows
 from intervals import Interval, Walk, gain, rate
 
 from papers.base import Figures, PaperTable
+from vllm_crossspec.training.confu_head_states import load_confu
+from vllm_crossspec.training.eagle3 import Eagle3Drafter
 from vllm_crossspec.training.generations import Generation
+from vllm_crossspec.training.states import FrozenTarget
 
 DEPTH, TOP_K = 8, 10
 """Levels of the trees and candidates of a node, as everywhere here."""
@@ -84,11 +88,14 @@ def sampled(models: Models, rows: Sequence[Generation], temperature: float, most
 
 def decode_all(models: Models, rows: list[Generation], size: Size) -> tuple[Decoded, Decoded]:
     """By ConFu and by its control."""
-    found = []
-    for model in (models.confu, models.control):
-        found.append(decode(model, models.target, rows, size))
-        say(f"{size}: {type(model).__name__} decoded {len(rows)} texts")
-    return found[0], found[1]
+    return decode_one(models.confu, models, rows, size), decode_one(models.control, models, rows, size)
+
+
+def decode_one(model: Eagle3Drafter, models: Models, rows: list[Generation], size: Size) -> Decoded:
+    """By one of them."""
+    found = decode(model, models.target, rows, size)
+    say(f"{size}: {type(model).__name__} decoded {len(rows)} texts")
+    return found
 
 
 def note_of(rows: Sequence[Generation], more: str) -> str:
@@ -210,11 +217,91 @@ def make_figure(options: Namespace) -> list[Figures]:
     return [Figures(title, header, cells, values, note_of(rows, overall))]
 
 
+# -- Tables 4 and 6 -------------------------------------------------------------------------------------------
+
+UNTOLD = ("data", "target", "start", "save_every", "eval_every", "eval_rows")
+"""Of a recipe, what does not change a drafter."""
+
+
+class Training(NamedTuple):
+    """A finished ``--out`` of `crossspec train confu` or `eagle3`."""
+
+    folder: Path
+    recipe: dict[str, Any]
+
+    @property
+    def is_confu(self) -> bool:
+        return "num_soft_prompts" in self.recipe
+
+    def model(self, target: FrozenTarget, target_folder: Path) -> Eagle3Drafter:
+        """Its drafter."""
+        if self.is_confu:
+            return load_confu(self.folder / "model", target_folder, target.config, "--runs")
+        return load_control(self.folder / "model", target)
+
+    def beside(self, first: "Training") -> str:
+        """What is other than in the first of them."""
+        if not self.is_confu:
+            return "EAGLE-3"
+        changes = {name: x for name, x in self.recipe.items() if name not in UNTOLD and x != first.recipe.get(name)}
+        return ", ".join(f"{name} {x}" for name, x in changes.items()) or "ConFu"
+
+
+def read_training(folder: Path) -> Training:
+    """Of a folder. Raises ValueError."""
+    if not ((folder / "recipe.json").is_file() and (folder / "model" / "config.json").is_file()):
+        raise ValueError(f"--runs {folder} is no finished --out of `crossspec train confu`: recipe.json and model/")
+    recipe = json.loads((folder / "recipe.json").read_text())
+    if "num_steps" not in recipe:
+        raise ValueError(f"--runs {folder} is of another drafter; give an --out of `crossspec train confu` or `eagle3`")
+    return Training(folder, recipe)
+
+
+def add_runs(parser: ArgumentParser) -> None:
+    add_inputs(parser)
+    told = "folders that `crossspec train confu --out` wrote, the whole method first, and one of `train eagle3` beside"
+    parser.add_argument("--runs", type=Path, nargs="+", required=True, help=told)
+    parser.add_argument("--nodes", type=int, default=30, help="of a tree")
+
+
+def make_runs(options: Namespace) -> list[Figures]:
+    """Tables 4 and 6: trainings beside the first of them."""
+    trainings = [read_training(folder) for folder in options.runs]
+    if not trainings[0].is_confu:
+        raise ValueError(
+            f"--runs {options.runs[0]}: the first is of `crossspec train confu`, which the others differ from"
+        )
+    size = Size(options.nodes, DEPTH, TOP_K)
+    if not 0 < size.nodes <= size.most:
+        raise ValueError(f"--nodes {size.nodes}: 1 to {size.most}")
+    torch.set_num_threads(options.threads)
+    models = load_models(options)
+    rows = read_rows(options, models.target.config.vocab_size, DEPTH)
+    categories, found = np.array([row.category for row in rows]), []
+    for training in trainings:
+        model = training.model(models.target, options.target)
+        found.append((training.beside(trainings[0]), decode_one(model, models, rows, size).walk))
+    kinds = sorted(set(categories))
+    cells, values = [], []
+    for name, walk in found:
+        of = {kind: rate(Walk(*(part[categories == kind] for part in walk))) for kind in kinds}
+        more = gain(walk, found[0][1])
+        seen = "" if walk is found[0][1] else f"{more:+.1f}"
+        cells.append([name, f"{rate(walk):.2f}", *(f"{of[kind].seen:.2f}" for kind in kinds), seen])
+        values.append({"training": name, "tau": rate(walk), "by_category": of, "gain": more})
+    header = ("training", "tokens a round", *kinds, "% beside the first")
+    title = f"Tables 4 and 6: trainings that differ, trees of {size.nodes} nodes"
+    return [Figures(title, header, cells, values, note_of(rows, f"{trainings[0].recipe['steps']} steps each."))]
+
+
 TABLES: Mapping[str, PaperTable] = {
     "table-3": PaperTable(
         "tokens a round by size of the tree and temperature, and ConFu's gain (as Tables 1 and 2)",
         add_table_options,
         make_table,
+    ),
+    "table-4": PaperTable(
+        "trainings without a part, beside the whole (as Table 6, other --num-steps)", add_runs, make_runs
     ),
     "figure-5": PaperTable("how often chains of 12 are accepted as far as each place", add_figure_options, make_figure),
 }

@@ -7,6 +7,8 @@ it would be accepted. Rounds that would reach past its end do not count.
 
 import argparse
 import json
+import random
+import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -22,9 +24,10 @@ from rich.console import Console
 from rich.progress import Progress
 
 from papers.base import Figures, PaperTable
+from vllm_crossspec.ngram.build import build, make_plan
 from vllm_crossspec.ngram.lookup import look_up
 from vllm_crossspec.ngram.store import NgramStore, open_store, tokenizer_hash
-from vllm_crossspec.training.generations import Generation, read_generations
+from vllm_crossspec.training.generations import Generation, read_generations, write_shard
 from vllm_crossspec.training.states import FrozenTarget, target_settings
 
 HIT = 10
@@ -297,9 +300,64 @@ def table_4(given: Namespace) -> list[Figures]:
     return [Figures("Table 4: alpha-k, %, and tokens a round (tau)", header, rows, values, about)]
 
 
+def counted(rows: Sequence[Generation], given: Namespace, order: int) -> NgramStore:
+    """A store of these responses and their prompts."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_shard(folder / "rows.jsonl.gz", rows)
+        build(make_plan([folder / "rows.jsonl.gz"], tokenizer=given.target, order=order), folder / "store")
+        return open_store(folder / "store", key="--store")
+
+
+def left_out(given: Namespace) -> list[Figures]:
+    """Texts of each kind, with n-grams of all kinds and of all others."""
+    drafter, texts = check_drafter(given.drafter), open_texts(given)
+    counts = read_generations(given.responses, "train", texts.target.config.vocab_size, option="--responses")
+    kinds = sorted({row.category for row in texts.rows})
+    if missing := [kind for kind in kinds if not 0 < sum(row.category == kind for row in counts) < len(counts)]:
+        raise ValueError(f"--responses {given.responses}: train-*.jsonl.gz needs {missing[0]} responses, and others")
+    places = speak(drafter, texts)
+    of_all = counted(counts, given, texts.store.order)
+    walks: dict[str, dict[str, Walk]] = {}
+    for kind in kinds:
+        mine = torch.tensor([category == kind for category in places.categories])
+        own = places._replace(first=places.first[mine], count=places.count[mine], categories=[kind] * int(mine.sum()))
+        others = [row for row in counts if row.category != kind]
+        walks[kind] = {
+            "without n-grams": trees(own, given, None),
+            "of all kinds": trees(own, given, of_all),
+            "as many of all kinds": trees(
+                own, given, counted(random.Random(0).sample(counts, len(others)), given, of_all.order)
+            ),
+            "of the others": trees(own, given, counted(others, given, of_all.order)),
+        }
+    names = list(walks[kinds[0]])
+    walks["all"] = {
+        name: Walk(*(np.concatenate(part) for part in zip(*(walks[kind][name] for kind in kinds), strict=True)))
+        for name in names
+    }
+    rows, values = [], []
+    for kind, found in walks.items():
+        more = [gain(found[name], found["without n-grams"]) for name in names[1:]]
+        rows.append(
+            [
+                kind,
+                f"{rate(found['without n-grams']):.2f}",
+                *(f"{rate(found[name]).seen:.2f}: {x:+.1f}" for name, x in zip(names[1:], more, strict=True)),
+            ]
+        )
+        values.append({"texts": kind, **{name: rate(walk) for name, walk in found.items()}, "gain, percent": more})
+    about = (
+        f"{note(given, texts)} {len(counts)} training responses are counted, with their prompts; changes in percent."
+    )
+    title = f"N-grams of kinds that the text is not of: tokens a round (tau), trees of {given.nodes}"
+    return [Figures(title, ["texts", *names], rows, values, about)]
+
+
 TABLES: Mapping[str, PaperTable] = {
     "table-1": PaperTable("tokens a round of DART beside prompt lookup; speedups need a GPU", add_drafter, table_1),
     "table-2": PaperTable("what n-grams are worth to trees", add_drafter, table_2),
     "table-3": PaperTable("accuracy by position, shifted and unshifted logits, and of n-grams", add_runs, table_3),
     "table-4": PaperTable("accuracy by position and tokens a round, by the loss's decay gamma", add_runs, table_4),
+    "left-out": PaperTable("n-grams of other kinds of text than are decoded", add_drafter, left_out),
 }

@@ -22,7 +22,14 @@ from intervals import Interval, Walk, gain, rate
 from papers.base import Figures, PaperTable
 from vllm_crossspec.adaptive import cart
 from vllm_crossspec.adaptive.calibration import Calibration
-from vllm_crossspec.adaptive.heterospec import LEAF_SHARE, AdaptivePolicy, Reading, default_alpha, make_policy
+from vllm_crossspec.adaptive.heterospec import (
+    LEAF_SHARE,
+    AdaptivePolicy,
+    Reading,
+    default_alpha,
+    likely_policy,
+    make_policy,
+)
 from vllm_crossspec.adaptive.rounds import Rounds, RoundsFacts
 
 PAPERS = Reading(first_bin=1, is_capped=False)
@@ -30,6 +37,12 @@ ENTROPY_SCALE = 0.2
 """Gamma of AdaEDL's bound on the acceptance, 1 - sqrt(gamma * entropy), as its authors have it."""
 BOUNDS = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7)
 """Lambda, the bound below which AdaEDL stops."""
+CONFIDENCES = (0.2, 0.4, 0.6)
+"""Of a choice, below which a chain ends behind it."""
+LIKELIHOODS = (0.1, 0.2, 0.4)
+"""Of a chain, below which it ends."""
+SHARES = (0.001, 0.003, 0.01)
+"""Of a path, below which a tree does not have its last node."""
 SAMPLES = 200
 """Of the bootstrap where every draw is fitted anew."""
 
@@ -96,13 +109,47 @@ def chains(records: Records, lengths: int | np.ndarray) -> Drafts:
     return Drafts(np.minimum(records.chain, lengths), lengths + 1, lengths)
 
 
-def stopped(entropies: np.ndarray, bound: float, most: int) -> np.ndarray:
-    """Levels that AdaEDL drafts, int64 [P]: up to the first whose distribution has a bound below ``bound``.
+def stopped(is_unsure: np.ndarray) -> np.ndarray:
+    """Levels that are drafted, int64 [P], up to the first of an unsure distribution, bool [P, longest draft].
 
-    The level itself is drafted: its distribution has been computed. ``most`` is the longest draft.
+    That level itself is drafted: its distribution has been computed.
     """
-    is_unsure = 1 - np.sqrt(ENTROPY_SCALE * entropies[:, :most]) < bound
-    return np.where(is_unsure.any(1), is_unsure.argmax(1) + 1, most)
+    return np.where(is_unsure.any(1), is_unsure.argmax(1) + 1, is_unsure.shape[1])
+
+
+def adaedl(entropies: np.ndarray, bound: float, most: int) -> np.ndarray:
+    """Levels that AdaEDL drafts, int64 [P], of at most ``most``."""
+    return stopped(1 - np.sqrt(ENTROPY_SCALE * entropies[:, :most]) < bound)
+
+
+def confident(confidences: np.ndarray, bound: float) -> np.ndarray:
+    """Levels that a chain has which ends with the first choice of a probability below ``bound``, int64 [P]."""
+    return stopped(confidences < bound)
+
+
+def likely(confidences: np.ndarray, bound: float) -> np.ndarray:
+    """Levels that a chain has which ends where it is less likely than ``bound`` as a whole, int64 [P]."""
+    return stopped(confidences.cumprod(1) < bound)
+
+
+def likely_nodes(records: Records, bound: float) -> Drafts:
+    """The base method's trees by ``adaptive`` type ``likelihood``: of nodes whose paths are no less than ``bound``."""
+    policy = likely_policy(records.facts.tree.num_nodes)
+    bins = np.searchsorted(policy.thresholds, (records.log_probs >= np.log(bound)).sum(1))
+    return trees(records, records.facts.tree.depth, np.array(policy.widths)[bins])
+
+
+def paced(records: Records, most: int) -> Counts:
+    """What chains take that are two tokens longer after a whole one was accepted, and else one shorter."""
+    at, length = np.zeros_like(records.counts), np.full_like(records.counts, most // 2)
+    spent = np.zeros((3, len(at)), dtype=np.int64)
+    while len(active := np.flatnonzero(at < records.counts)):
+        drafted = length[active]
+        accepted = np.minimum(records.chain[records.firsts[active] + at[active]], drafted)
+        spent[:, active] += np.stack([np.ones_like(drafted), drafted + 1, drafted])
+        at[active] += accepted + 1
+        length[active] = np.where(accepted == drafted, np.minimum(drafted + 2, most), np.maximum(drafted - 1, 1))
+    return Counts(records.counts, *spent)
 
 
 def walk(records: Records, drafts: Drafts) -> tuple[Counts, np.ndarray]:
@@ -434,11 +481,15 @@ def baselines(options: Namespace) -> list[Figures]:
     depth, width = drafts.passes[places].mean(), round(drafts.rows[places].mean()) - 1
     methods = {f"chain of {length}": chains(records, length) for length in (3, 5, 8, levels)}
     for bound in BOUNDS:
-        lengths = stopped(records.chain_entropies, bound, levels)
-        methods[f"AdaEDL's chains, {bound}"] = chains(records, lengths)
+        methods[f"AdaEDL's chains, {bound}"] = chains(records, adaedl(records.chain_entropies, bound, levels))
+    for bound in CONFIDENCES:
+        methods[f"chains of sure tokens, {bound}"] = chains(records, confident(records.chain_confidences, bound))
+    for bound in LIKELIHOODS:
+        methods[f"chains that are likely, {bound}"] = chains(records, likely(records.chain_confidences, bound))
     for bound in BOUNDS[:4]:
-        depths = stopped(records.entropies, bound, tree.depth)
+        depths = adaedl(records.entropies, bound, tree.depth)
         methods[f"AdaEDL on trees, {bound}"] = trees(records, depths, tree.num_nodes)
+    methods |= {f"trees of likely nodes, {bound}": likely_nodes(records, bound) for bound in SHARES}
     alike = {
         f"fixed trees, depth {other}, {width} nodes": trees(records, other, width)
         for other in dict.fromkeys((int(depth), int(np.ceil(depth))))
@@ -447,11 +498,14 @@ def baselines(options: Namespace) -> list[Figures]:
     name = f"fixed trees, depth {tree.depth}, {tree.num_nodes} nodes"
     rows: list[tuple[str, Counts, Counts | None]] = [(name, base, None)]
     rows += [(name, walk(records, found)[0], base) for name, found in methods.items()]
-    rows.append(("HeteroSpec", mine, base))
+    rows += [("chains by the last round", paced(records, levels), base), ("HeteroSpec", mine, base)]
     note = (
         f"{about(records)} {BY_HALVES} HeteroSpec's trees have {depth:.2f} levels and {width} nodes on average, and "
         f"the fixed trees before them are of that size. AdaEDL stops where 1 - sqrt({ENTROPY_SCALE} H) falls below the "
-        "number beside it; who takes the best number has chosen it on these texts."
+        "number beside it, chains of sure tokens behind a choice less probable than it, and likely chains where they "
+        "are less probable than it as a whole, as trees of likely nodes have no path that is; who takes the best "
+        "number has chosen it on these texts. Chains by the last round are two tokens longer after one that was "
+        "accepted to its end, and else one shorter."
     )
     against = [(f"HeteroSpec beside {name}", mine, walk(records, found)[0]) for name, found in alike.items()]
     return [
@@ -481,7 +535,9 @@ TABLES: Mapping[str, PaperTable] = {
     "table-4": PaperTable("agreement of deeper regression trees on what is of low entropy", _options, granularity),
     "table-5": PaperTable("bins on kinds of text that they were not fitted to", _options, other_kinds),
     "table-9": PaperTable("table 1 at temperature 1", partial(_options, wants_sampled=True), by_kind),
-    "table-11": PaperTable("beside AdaEDL, chains, and fixed trees of the same mean size", _options, baselines),
+    "table-11": PaperTable(
+        "beside AdaEDL, chains by confidence, and fixed trees of the same mean size", _options, baselines
+    ),
     "figure-1": PaperTable("where terminal confidence ranks lie, by kind of text as figure 3, too", _options, ranks),
     "figure-4": PaperTable("accepted tokens and Phi by terminal confidence rank", _options, by_rank),
     "readings": PaperTable(

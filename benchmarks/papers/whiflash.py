@@ -125,6 +125,17 @@ def crossed(at: Mapping[float, Walk], groups: Mapping[str, Sequence[int]], by_ca
     return Walk(tokens, rounds)
 
 
+def of_others(at: Mapping[float, Walk], groups: Mapping[str, Sequence[int]]) -> Walk:
+    """Every text with the threshold that is best on the mean of the other categories; see :func:`crossed`."""
+    first = next(iter(at.values()))
+    tokens, rounds = np.zeros_like(first.tokens), np.zeros_like(first.rounds)
+    for name, judged in groups.items():
+        others = [list(texts) for other, texts in groups.items() if other != name]
+        best = max(at, key=lambda t: mean(rate(at[t].of(texts)).seen for texts in others))
+        tokens[judged], rounds[judged] = at[best].tokens[judged], at[best].rounds[judged]
+    return Walk(tokens, rounds)
+
+
 # -- tables 1 and 2 -------------------------------------------------------------------------------------------
 
 
@@ -132,23 +143,44 @@ def main_table(options: Namespace) -> list[Figures]:
     """Table 1: each drafter alone, the oracles, and the routers with crossed thresholds."""
     judge = Judge(options)
     walks = {name: judge.walk(rule) for name, rule in calibration.oracle_rules(judge.records, judge.value).items()}
-    alone = {name: walks[name] for name in judge.records.facts.drafters}
-    best = max(alone, key=lambda name: judge.cells(alone[name])[1].seen)
-    signals = {"entropy": judge.signal("entropy")}
-    if judge.router is not None:
-        signals |= {"neural, as predicted": judge.signal("neural", False), "neural": judge.signal("neural")}
-    for name, signal in signals.items():
+    for name, signal in _signals(judge).items():
         at = judge.at_thresholds(signal, calibration.grid_of(signal.values.flatten(), options.points))
         walks[f"{name}, one threshold"] = crossed(at, judge.groups, False)
         walks[f"{name}, one a category"] = crossed(at, judge.groups, True)
+    return [_over_the_best(judge, walks, "Each half of the texts goes by thresholds of the other.")]
+
+
+def left_out(options: Namespace) -> list[Figures]:
+    """The routers in categories whose texts did not choose the threshold."""
+    judge = Judge(options)
+    if len(judge.groups) < 2:
+        raise ValueError(f"--records {options.records}: texts of two categories are needed")
+    rules = calibration.oracle_rules(judge.records, judge.value)
+    walks = {name: judge.walk(rules[name]) for name in judge.records.facts.drafters}
+    for name, signal in _signals(judge).items():
+        at = judge.at_thresholds(signal, calibration.grid_of(signal.values.flatten(), options.points))
+        walks[name] = of_others(at, judge.groups)
+    return [_over_the_best(judge, walks, "Each category goes by the threshold that is best on the others.")]
+
+
+def _signals(judge: Judge) -> dict[str, Signal]:
+    signals = {"entropy": judge.signal("entropy")}
+    if judge.router is not None:
+        signals |= {"neural, as predicted": judge.signal("neural", False), "neural": judge.signal("neural")}
+    return signals
+
+
+def _over_the_best(judge: Judge, walks: Mapping[str, Walk], note: str) -> Figures:
+    """Walks beside the best drafter alone."""
+    alone = {name: walks[name] for name in judge.records.facts.drafters}
+    best = max(alone, key=lambda name: judge.cells(alone[name])[1].seen)
     rows = []
     for name, walk in walks.items():
         over = gain_of_groups(*([w.of(texts) for texts in judge.groups.values()] for w in (walk, alone[best])))
         rows.append(judge.row(name, walk, "" if name == best else f"{over:+.1f}"))
         rows[-1][1]["gain_percent"] = over
     header = ("", *judge.groups, "mean", f"% above {best}")
-    note = f"{judge.note} Each half of the texts goes by thresholds of the other."
-    return [Figures(judge.unit, header, *zip(*rows, strict=True), note)]
+    return Figures(judge.unit, header, *zip(*rows, strict=True), f"{judge.note} {note}")
 
 
 def thresholds_table(options: Namespace) -> list[Figures]:
@@ -401,6 +433,9 @@ TABLES: Mapping[str, PaperTable] = {
         main_table,
     ),
     "table-2": PaperTable("the neural router at thresholds, by category", _thresholds_options, thresholds_table),
+    "left-out": PaperTable(
+        "both routers in categories that did not choose their thresholds", _records_options(False), left_out
+    ),
     "table-3": PaperTable("lazy catch-up beside none, in an engine; also table 11", _lazy_options, lazy_table),
     "table-13": PaperTable("memory of target, drafters and router; table 5 is its 8B", _memory_options, memory_table),
     "figure-2": PaperTable(
