@@ -144,18 +144,6 @@ def test_a_head_is_a_path_or_its_settings_and_flashhead_always_has_one():
             {"method": "eagle3", "tree": CHAIN, "adaptive": "f"},
             "adaptive sizes 'dynamic' trees, and this drafter drafts",
         ),
-        (
-            {"method": "eagle3", "tree": {"num_nodes": 9}, "adaptive": {"type": "likelihood"}},
-            "adaptive.least is missing: the least probability of a node's path",
-        ),
-        (
-            {"method": "eagle3", "tree": {"num_nodes": 9}, "adaptive": {"model": "f", "least": 0.1}},
-            "adaptive.least is for type 'likelihood'; leave it out",
-        ),
-        (
-            {"method": "eagle3", "tree": {"num_nodes": 9}, "adaptive": {"type": "likelihood", "model": "f"}},
-            "adaptive: type 'likelihood' takes neither model nor max_extension",
-        ),
         ({"method": "dart", "adaptive": "f"}, "adaptive sizes 'dynamic' trees, and this drafter drafts 'continuity'"),
         ({"method": "eagle3", "tree": {"num_nodes": 9}, "adaptive": {"modle": "f"}}, "'adaptive.modle'; did you mean"),
         (

@@ -1,6 +1,5 @@
 """HeteroSpec's rule without an engine: Phi and bins against their twin and the paper's formula, and deeper trees."""
 
-import functools
 import math
 from collections import defaultdict
 from types import SimpleNamespace
@@ -10,8 +9,8 @@ import pytest
 import torch
 
 from vllm_crossspec.adaptive import naive
-from vllm_crossspec.adaptive.heterospec import AdaptivePolicy, Reading, default_alpha, likely_policy, make_policy
-from vllm_crossspec.adaptive.kernels import assess, count
+from vllm_crossspec.adaptive.heterospec import AdaptivePolicy, Reading, default_alpha, make_policy
+from vllm_crossspec.adaptive.kernels import assess
 from vllm_crossspec.adaptive.sizer import TreeSizer
 from vllm_crossspec.metrics.adaptive import TreeSizeCounters
 from vllm_crossspec.metrics.export import Publisher
@@ -147,36 +146,6 @@ def test_phi_is_the_papers_sum_over_the_best_path(seed, kind):
             p = p / p.sum()
             phi -= float((p * p.log()).sum())
         assert float(out.phi[request]) == pytest.approx(phi, rel=1e-4)
-
-
-@pytest.mark.parametrize("impossible", [0.0, 0.4])
-@pytest.mark.parametrize("kind", BUILDERS)
-@pytest.mark.parametrize(("reqs", "depth", "k", "nodes"), SHAPES)
-def test_a_tree_has_all_nodes_that_are_likely(reqs, depth, k, nodes, kind, impossible):
-    policy, widths = likely_policy(nodes), set()
-    for least in (-0.5, -3.0, -6.0, -1e9):
-        tree = builder(kind, reqs, depth, k, nodes)
-        grow(tree, levels_of(reqs + depth, reqs, depth, k, impossible))
-        paths = tree.grown().log_probs.clone()
-        expected = run(functools.partial(naive.count, least=least), tree, depth, policy, reqs)
-        out = run(functools.partial(count, least=least), tree, depth, policy, reqs)
-        assert all(torch.equal(a, b) for a, b in zip(vars(out).values(), vars(expected).values(), strict=True))
-        counts = [sum(x >= least for x in row) for row in paths.tolist()]
-        assert out.phi[:reqs].tolist() == counts and (out.limits[:reqs] == depth).all()
-        assert out.caps[:reqs].tolist() == [next((w for w in policy.widths if w >= n), nodes) for n in counts]
-        widths |= set(out.caps[:reqs].tolist())
-        tree.caps.copy_(out.caps)
-        tree.finish(kept := poisoned(reqs, nodes))
-        for request, number in enumerate(counts):
-            size = int(kept.sizes[request])
-            left_out = paths[request].sort(descending=True).values[size:]
-            assert size <= out.caps[request] and (number > nodes or (left_out < least).all())
-    assert len(widths) > 1 or nodes == 1
-
-
-def test_widths_of_likely_nodes():
-    assert likely_policy(60).widths == (1, 2, 4, 8, 15, 30, 60) and likely_policy(1).widths == (1,)
-    assert likely_policy(7) == AdaptivePolicy((1.0, 2.0, 4.0), (0, 0, 0, 0), (1, 2, 4, 7))
 
 
 def test_bins():

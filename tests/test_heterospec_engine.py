@@ -336,25 +336,7 @@ def test_the_file_is_the_commands(tmp_path):
     assert [entry["width"] for entry in content["bins"]] == [8, 13, 20, 20]
 
 
-# ---- engines of their own, which end the ones above: last
-
-
-@pytest.mark.parametrize(
-    ("tree", "least"), [(TREE, 0.03), ({"depth": 6, "top_k": 1, "num_nodes": 6}, 0.4)], ids=["tree", "chain"]
-)
-def test_what_is_unlikely_is_not_verified(tree, least):
-    """Without a calibration; of a chain that is its first, likely tokens."""
-    given = engines.tree("eagle3", engines.EAGLE3, **tree) | {"adaptive": {"type": "likelihood", "least": least}}
-    with engines.engine(given, enable_prefix_caching=False) as llm:
-        llm.collective_rpc(watch_rows)
-        assert SCENARIOS["six"](llm, True) == plain()["six"]
-        steps = llm.collective_rpc(watched)[0]
-        sized = llm.collective_rpc("crossspec_adaptive")[0]["eagle3"]
-        assert SCENARIOS["mixed"](llm, True) == plain()["mixed"]
-    check_rows(steps)
-    assert sum(count > 0 for count in sized["trees"]) > 2 and not any(sized["extra_levels"])
-    drafted = {n for step in steps for n in step["drafted"] if n}
-    assert len(drafted) > 2 and max(drafted) <= tree["num_nodes"]
+# ---- an engine of its own, which ends the ones above: last
 
 
 def test_bins_may_have_more_nodes_than_the_tree(tmp_path):

@@ -183,18 +183,15 @@ class AdaptiveConfig(Settings):
     """How deep and wide the tree of one request is in one round; a path alone stands for ``model``.
 
     Attributes:
-        type: ``heterospec`` reads both off the drafter's own entropy (``adaptive.heterospec``). ``likelihood`` verifies
-            the nodes whose path is likely enough; nothing is calibrated, and no tree is deeper. ``record`` is what
+        type: ``heterospec`` reads both off the drafter's own entropy (``adaptive.heterospec``). ``record`` is what
             ``crossspec calibrate heterospec`` uses: all trees are the same, and what became of each is kept.
         model: file that ``crossspec calibrate heterospec`` wrote for this target, drafter and tree.
         max_extension: most levels that a tree may grow beyond its depth; None: as calibrated. 0 only prunes.
-        least: of ``likelihood``: of a node's path, by the drafter, as trees rank it.
     """
 
-    type: Literal["heterospec", "likelihood", "record"] = "heterospec"
+    type: Literal["heterospec", "record"] = "heterospec"
     model: str | None = Field(None, min_length=1)
     max_extension: StrictInt | None = Field(None, ge=0, le=32)
-    least: float | None = Field(None, gt=0, lt=1)
 
 
 def _path_alone(value: Any) -> Any:

@@ -254,12 +254,8 @@ def _check_depth(config: CrossSpecConfig, drafter: DrafterConfig, path: str) -> 
 def _check_adaptive(adaptive: AdaptiveConfig, key: str) -> None:
     if adaptive.type == "heterospec" and adaptive.model is None:
         raise ValueError(f"{key}.model is missing; give the file that `crossspec calibrate heterospec` wrote")
-    if adaptive.type != "heterospec" and (adaptive.model is not None or adaptive.max_extension is not None):
-        raise ValueError(f"{key}: type {adaptive.type!r} takes neither model nor max_extension; leave them out")
-    if adaptive.type != "likelihood" and adaptive.least is not None:
-        raise ValueError(f"{key}.least is for type 'likelihood'; leave it out")
-    if adaptive.type == "likelihood" and adaptive.least is None:
-        raise ValueError(f"{key}.least is missing: the least probability of a node's path, 0.003 for instance")
+    if adaptive.type == "record" and (adaptive.model is not None or adaptive.max_extension is not None):
+        raise ValueError(f"{key}: type 'record' takes neither model nor max_extension; leave them out")
 
 
 def _check_schedule(tree: TreeConfig, key: str) -> None:

@@ -22,14 +22,7 @@ from intervals import Interval, Walk, gain, rate
 from papers.base import Figures, PaperTable
 from vllm_crossspec.adaptive import cart
 from vllm_crossspec.adaptive.calibration import Calibration
-from vllm_crossspec.adaptive.heterospec import (
-    LEAF_SHARE,
-    AdaptivePolicy,
-    Reading,
-    default_alpha,
-    likely_policy,
-    make_policy,
-)
+from vllm_crossspec.adaptive.heterospec import LEAF_SHARE, AdaptivePolicy, Reading, default_alpha, make_policy
 from vllm_crossspec.adaptive.rounds import Rounds, RoundsFacts
 
 PAPERS = Reading(first_bin=1, is_capped=False)
@@ -41,7 +34,7 @@ CONFIDENCES = (0.2, 0.4, 0.6)
 """Of a choice, below which a chain ends behind it."""
 LIKELIHOODS = (0.1, 0.2, 0.4)
 """Of a chain, below which it ends."""
-SHARES = (0.001, 0.003, 0.01)
+SHARES = (0.003, 0.01, 0.03)
 """Of a path, below which a tree does not have its last node."""
 SAMPLES = 200
 """Of the bootstrap where every draw is fitted anew."""
@@ -133,10 +126,9 @@ def likely(confidences: np.ndarray, bound: float) -> np.ndarray:
 
 
 def likely_nodes(records: Records, bound: float) -> Drafts:
-    """The base method's trees by ``adaptive`` type ``likelihood``: of nodes whose paths are no less than ``bound``."""
-    policy = likely_policy(records.facts.tree.num_nodes)
-    bins = np.searchsorted(policy.thresholds, (records.log_probs >= np.log(bound)).sum(1))
-    return trees(records, records.facts.tree.depth, np.array(policy.widths)[bins])
+    """The base method's trees without the nodes whose paths are less probable than ``bound``."""
+    widths = (records.log_probs >= np.log(bound)).sum(1)
+    return trees(records, records.facts.tree.depth, np.maximum(widths, 1))
 
 
 def paced(records: Records, most: int) -> Counts:
@@ -484,17 +476,20 @@ def baselines(options: Namespace) -> list[Figures]:
         methods[f"AdaEDL's chains, {bound}"] = chains(records, adaedl(records.chain_entropies, bound, levels))
     for bound in CONFIDENCES:
         methods[f"chains of sure tokens, {bound}"] = chains(records, confident(records.chain_confidences, bound))
-    for bound in LIKELIHOODS:
-        methods[f"chains that are likely, {bound}"] = chains(records, likely(records.chain_confidences, bound))
+    likely_chains = {
+        f"chains that are likely, {bound}": chains(records, likely(records.chain_confidences, bound))
+        for bound in LIKELIHOODS
+    }
+    likely_trees = {f"trees of likely nodes, {bound}": likely_nodes(records, bound) for bound in SHARES}
+    methods |= likely_chains
     for bound in BOUNDS[:4]:
         depths = adaedl(records.entropies, bound, tree.depth)
         methods[f"AdaEDL on trees, {bound}"] = trees(records, depths, tree.num_nodes)
-    methods |= {f"trees of likely nodes, {bound}": likely_nodes(records, bound) for bound in SHARES}
     alike = {
         f"fixed trees, depth {other}, {width} nodes": trees(records, other, width)
         for other in dict.fromkeys((int(depth), int(np.ceil(depth))))
     }
-    methods |= alike
+    methods |= likely_trees | alike
     name = f"fixed trees, depth {tree.depth}, {tree.num_nodes} nodes"
     rows: list[tuple[str, Counts, Counts | None]] = [(name, base, None)]
     rows += [(name, walk(records, found)[0], base) for name, found in methods.items()]
@@ -508,9 +503,23 @@ def baselines(options: Namespace) -> list[Figures]:
         "accepted to its end, and else one shorter."
     )
     against = [(f"HeteroSpec beside {name}", mine, walk(records, found)[0]) for name, found in alike.items()]
+    for name, found in likely_chains.items():
+        counts, places = walk(records, found)
+        length = int(found.passes[places].mean())
+        against.append((f"{name}, beside chains of {length}", counts, walk(records, chains(records, length))[0]))
+    for name, found in likely_trees.items():
+        counts, places = walk(records, found)
+        nodes = int(found.rows[places].mean()) - 1
+        same, _ = walk(records, trees(records, tree.depth, nodes))
+        against.append((f"{name}, beside fixed trees of {nodes} nodes", counts, same))
     return [
         beside("HeteroSpec beside AdaEDL, chains and fixed trees", "drafts", rows, note),
-        beside("HeteroSpec beside fixed trees of its mean size", "drafts", against, f"{BY_HALVES} The same texts."),
+        beside(
+            "Drafts of their own size beside fixed ones of its mean",
+            "drafts",
+            against,
+            f"The mean is rounded down, but for HeteroSpec's trees. {BY_HALVES} The same texts.",
+        ),
     ]
 
 

@@ -12,15 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from vllm_crossspec.adaptive.heterospec import (
-    MAX_THRESHOLDS,
-    OURS,
-    AdaptivePolicy,
-    Reading,
-    flat_policy,
-    likely_policy,
-    make_policy,
-)
+from vllm_crossspec.adaptive.heterospec import MAX_THRESHOLDS, OURS, AdaptivePolicy, Reading, flat_policy, make_policy
 from vllm_crossspec.config import AdaptiveConfig, CrossSpecConfig, DrafterConfig
 from vllm_crossspec.drafters.identity import Identity, known_model
 from vllm_crossspec.files import read_versioned, write_json
@@ -249,8 +241,6 @@ def load_policy(adaptive: AdaptiveConfig, num_nodes: int, key: str = "speculativ
     """
     if adaptive.type == "record":
         return flat_policy(num_nodes)
-    if adaptive.type == "likelihood":
-        return likely_policy(num_nodes)
     if adaptive.model is None:
         raise ValueError(f"{key}.model must name a calibration; make one with `crossspec calibrate heterospec`")
     return read_calibration(adaptive.model, f"{key}.model").policy(adaptive.max_extension)

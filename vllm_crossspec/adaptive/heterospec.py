@@ -37,8 +37,8 @@ OURS = Reading()
 class AdaptivePolicy(NamedTuple):
     """What the tree of a request in bin i is given; B bins, the surest first.
 
-    A tree with Phi (of :func:`likely_policy`: likely nodes) at or below ``thresholds[i]``, and above those before, is
-    in bin i; above all of them, and where Phi is not a number, in the last.
+    A tree with Phi at or below ``thresholds[i]``, and above those before, is in bin i; above all of them, and where
+    Phi is not a number, in the last.
 
     Attributes:
         thresholds: B - 1 rising values of Phi, in nats.
@@ -110,18 +110,6 @@ def make_policy(
     extensions += [0] * (num_bins - num_low)
     widths += [num_nodes] * (num_bins - num_low)
     return AdaptivePolicy(tuple(thresholds), tuple(extensions), tuple(widths))
-
-
-def likely_policy(num_nodes: int) -> AdaptivePolicy:
-    """Trees of as many nodes as are likely, rounded up to N, N / 2, N / 4, ...: few widths, each a CUDA graph.
-
-    The bins' thresholds are numbers of likely nodes, in the place of Phi; no tree is deeper for it.
-    """
-    widths = [num_nodes]
-    while widths[-1] > 1:
-        widths.append(-(-widths[-1] // 2))
-    rising = tuple(reversed(widths))
-    return AdaptivePolicy(tuple(map(float, rising[:-1])), (0,) * len(rising), rising)
 
 
 def flat_policy(num_nodes: int) -> AdaptivePolicy:

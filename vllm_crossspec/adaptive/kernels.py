@@ -1,4 +1,4 @@
-"""What every tree of a batch is sized by, its bin, and what the bin gives the tree, as one launch.
+"""Phi of every tree of a batch, its bin, and what the bin gives the tree, as one launch.
 
 Shape legend: R requests, S most requests, T levels of the base tree, k top_k, C candidates, B bins.
 """
@@ -20,33 +20,6 @@ def _entropy(log_probs):
     total = tl.sum(weights, axis=0)
     weighted = tl.sum(tl.where(weights > 0, weights * shifted, 0.0), axis=0)
     return tl.log(total) - weighted / total
-
-
-@triton.jit
-def _place(
-    row,
-    value,
-    thresholds_ptr,  # float32 [B - 1]
-    extensions_ptr,  # int32 [B]
-    widths_ptr,  # int32 [B]
-    phi_ptr,  # float32 [S], written
-    bins_ptr,  # int32 [S], written
-    limits_ptr,  # int32 [S], written
-    caps_ptr,  # int32 [S], written
-    num_thresholds,
-    LEVELS: tl.constexpr,  # T
-    BLOCK_B: tl.constexpr,
-):
-    """Write the bin that ``value`` is in, and what this bin gives."""
-    b = tl.arange(0, BLOCK_B)
-    threshold = tl.load(thresholds_ptr + b, mask=b < num_thresholds, other=float("inf"))
-    # Not "above", so that what is no number is in the last bin.
-    beyond = tl.where(value <= threshold, 0, 1)
-    chosen = tl.sum(tl.where(b < num_thresholds, beyond, 0), axis=0)
-    tl.store(phi_ptr + row, value)
-    tl.store(bins_ptr + row, chosen)
-    tl.store(limits_ptr + row, LEVELS + tl.load(extensions_ptr + chosen))
-    tl.store(caps_ptr + row, tl.load(widths_ptr + chosen))
 
 
 @triton.jit
@@ -94,58 +67,15 @@ def _assess_kernel(
             node = tl.load(parents + level.to(tl.int64) * beam_parents_stride_t + node)
         phi = tl.where(found > float("-inf"), phi, float("nan"))
 
-    _place(
-        row,
-        phi,
-        thresholds_ptr,
-        extensions_ptr,
-        widths_ptr,
-        phi_ptr,
-        bins_ptr,
-        limits_ptr,
-        caps_ptr,
-        num_thresholds,
-        LEVELS=LEVELS,
-        BLOCK_B=BLOCK_B,
-    )
-
-
-@triton.jit
-def _count_kernel(
-    log_probs_ptr,  # float32 [R, C]
-    log_probs_stride,
-    thresholds_ptr,  # float32 [B - 1]
-    extensions_ptr,  # int32 [B]
-    widths_ptr,  # int32 [B]
-    phi_ptr,  # float32 [S], written
-    bins_ptr,  # int32 [S], written
-    limits_ptr,  # int32 [S], written
-    caps_ptr,  # int32 [S], written
-    least,  # of a path's log-probability
-    num_candidates,
-    num_thresholds,
-    LEVELS: tl.constexpr,  # T
-    BLOCK_C: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    c = tl.arange(0, BLOCK_C)
-    path = tl.load(log_probs_ptr + row * log_probs_stride + c, mask=c < num_candidates, other=float("-inf"))
-    likely = tl.sum((path >= least).to(tl.int32), axis=0).to(tl.float32)
-    _place(
-        row,
-        likely,
-        thresholds_ptr,
-        extensions_ptr,
-        widths_ptr,
-        phi_ptr,
-        bins_ptr,
-        limits_ptr,
-        caps_ptr,
-        num_thresholds,
-        LEVELS=LEVELS,
-        BLOCK_B=BLOCK_B,
-    )
+    b = tl.arange(0, BLOCK_B)
+    threshold = tl.load(thresholds_ptr + b, mask=b < num_thresholds, other=float("inf"))
+    # Not "above", so that a phi that is no number is in the last bin.
+    beyond = tl.where(phi <= threshold, 0, 1)
+    chosen = tl.sum(tl.where(b < num_thresholds, beyond, 0), axis=0)
+    tl.store(phi_ptr + row, phi)
+    tl.store(bins_ptr + row, chosen)
+    tl.store(limits_ptr + row, LEVELS + tl.load(extensions_ptr + chosen))
+    tl.store(caps_ptr + row, tl.load(widths_ptr + chosen))
 
 
 def assess(
@@ -201,48 +131,4 @@ def assess(
         BLOCK_K=triton.next_power_of_2(top_k),
         BLOCK_B=triton.next_power_of_2(max(extensions.shape[0], 2)),
         num_warps=1,
-    )
-
-
-def count(
-    *,
-    grown: Grown,
-    levels: int,
-    thresholds: torch.Tensor,
-    extensions: torch.Tensor,
-    widths: torch.Tensor,
-    phi: torch.Tensor,
-    bins: torch.Tensor,
-    limits: torch.Tensor,
-    caps: torch.Tensor,
-    least: float,
-) -> None:
-    """How many candidates of each tree are likely, the bin of that number, and the bin's depth and width; one launch.
-
-    Args:
-        least: of the log-probability of a likely candidate's path, nats.
-        phi: float32 [S], of which the first R are written: the numbers.
-
-    The others are those of :func:`assess`.
-    """
-    num_reqs, top_k = grown.log_probs.shape[0], grown.beam_parents.shape[2]
-    assert grown.log_probs.stride(1) == 1
-    num_candidates = top_k + (levels - 1) * top_k**2
-    _count_kernel[(num_reqs,)](
-        grown.log_probs,
-        grown.log_probs.stride(0),
-        thresholds,
-        extensions,
-        widths,
-        phi,
-        bins,
-        limits,
-        caps,
-        least,
-        num_candidates,
-        thresholds.shape[0],
-        LEVELS=levels,
-        BLOCK_C=triton.next_power_of_2(num_candidates),
-        BLOCK_B=triton.next_power_of_2(max(extensions.shape[0], 2)),
-        num_warps=4,
     )

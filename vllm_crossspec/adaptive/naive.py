@@ -39,30 +39,6 @@ def assess(
             total = total + entropy(deeper[rows, level, node])
             node = grown.beam_parents[level][rows, node].long()
         total = total.masked_fill(is_dead, float("nan"))
-    _place(total, levels, (thresholds, extensions, widths), (phi, bins, limits, caps))
-
-
-def count(
-    *,
-    grown: Grown,
-    levels: int,
-    thresholds: torch.Tensor,
-    extensions: torch.Tensor,
-    widths: torch.Tensor,
-    phi: torch.Tensor,
-    bins: torch.Tensor,
-    limits: torch.Tensor,
-    caps: torch.Tensor,
-    least: float,
-) -> None:
-    """See :func:`vllm_crossspec.adaptive.kernels.count`."""
-    top_k = grown.beam_parents.shape[2]
-    likely = (grown.log_probs[:, : top_k + (levels - 1) * top_k**2] >= least).sum(dim=1).float()
-    _place(likely, levels, (thresholds, extensions, widths), (phi, bins, limits, caps))
-
-
-def _place(values: torch.Tensor, levels: int, table: tuple[torch.Tensor, ...], out: tuple[torch.Tensor, ...]) -> None:
-    (thresholds, extensions, widths), (phi, bins, limits, caps), num_reqs = table, out, len(values)
-    chosen = (~(values[:, None] <= thresholds)).sum(dim=1)
-    phi[:num_reqs], bins[:num_reqs] = values, chosen.to(bins.dtype)
+    chosen = (~(total[:, None] <= thresholds)).sum(dim=1)
+    phi[:num_reqs], bins[:num_reqs] = total, chosen.to(bins.dtype)
     limits[:num_reqs], caps[:num_reqs] = levels + extensions[chosen], widths[chosen]

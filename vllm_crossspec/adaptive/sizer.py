@@ -1,7 +1,4 @@
-"""Sizes a batch's trees by their Phi, half-way through their growth, or by how many of their nodes are likely."""
-
-import functools
-import math
+"""Sizes a batch's trees by their Phi, half-way through their growth."""
 
 import numpy as np
 import numpy.typing as npt
@@ -16,32 +13,23 @@ from vllm_crossspec.types import Sizing
 
 
 class TreeSizer:
-    """What trees are sized by and their bins on the device, and the bins on the host, which makes use of them.
+    """Phi and bins on the device, and the bins on the host, which decides how many more levels are grown.
 
     Args:
         policy: what each bin is given.
         depth: levels of the tree before it is sized.
         max_num_reqs: S, most requests of a batch.
         device: of the drafter.
-        least: of the probability of a likely node's path; None: trees are sized by Phi.
 
     Attributes:
-        phi: float32 [S], of the batch's rows: nats, or likely nodes.
+        phi: float32 [S] nats, of the batch's rows.
         bins: int32 [S] likewise.
         copied: the bins on their way to the host.
     """
 
-    def __init__(
-        self,
-        policy: AdaptivePolicy,
-        depth: int,
-        max_num_reqs: int,
-        device: torch.device,
-        least: float | None = None,
-    ):
+    def __init__(self, policy: AdaptivePolicy, depth: int, max_num_reqs: int, device: torch.device):
         self.policy, self.depth = policy, depth
-        ways = kernels if runs_kernels() else naive
-        self._assess = ways.assess if least is None else functools.partial(ways.count, least=math.log(least))
+        self._assess = kernels.assess if runs_kernels() else naive.assess
         self._table = {
             "thresholds": torch.tensor(policy.thresholds, dtype=torch.float32, device=device),
             "extensions": torch.tensor(policy.extensions, dtype=torch.int32, device=device),
@@ -54,7 +42,7 @@ class TreeSizer:
         self.bins = self.copied.tensor
 
     def assess(self, grown: Grown, limits: torch.Tensor, caps: torch.Tensor) -> None:
-        """What every tree is sized by, its bin, depth and width; one launch that a CUDA graph can hold.
+        """Phi and bin of every tree, and from these its depth and width; one launch that a CUDA graph can hold.
 
         Args:
             grown: R trees of the base depth.

@@ -37,8 +37,8 @@ class LevelTrees(Proposer):
     cache and, in a scratch of their own for every layer, their ancestors. Nothing of a tree goes into the paged cache,
     so it needs no slots there and leaves no traces. All levels are one CUDA graph.
 
-    Trees that grow on by request and round (HeteroSpec, section 4.3) are two graphs: one of the ordinary levels, at
-    whose end the host learns the bins, and one of the further levels that the batch's surest request asks for.
+    Trees that are sized by request and round (HeteroSpec, section 4.3) are two: one of the ordinary levels, at whose
+    end the host learns the bins, and one of the further levels that the batch's surest request asks for.
     """
 
     drafts_over_trees = True
@@ -72,7 +72,7 @@ class LevelTrees(Proposer):
         self.max_depth = drafts.depth
         if drafts.adaptive is not None:
             policy = load_policy(drafts.adaptive, drafts.tree_nodes)
-            self.sizer = TreeSizer(policy, drafts.depth, max_num_reqs, device, drafts.adaptive.least)
+            self.sizer = TreeSizer(policy, drafts.depth, max_num_reqs, device)
             self.max_depth += policy.max_extension
         self.builder = tree_kind(drafts.tree.type, "tree.type").load_builder()(
             num_nodes=drafts.tree_nodes,
