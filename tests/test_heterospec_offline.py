@@ -102,7 +102,9 @@ def test_every_smaller_tree_is_read_off(drafts):
     plain = heterospec_offline.record(model, target, rows, tree._replace(sharpness=1.0), tree.depth)
     with torch.no_grad():
         model.lm_head.weight.mul_(SHARPNESS)
-    np.testing.assert_allclose(records.chain_confidences[:, : tree.depth], plain["chain_confidences"].numpy(), rtol=1e-4)
+    np.testing.assert_allclose(
+        records.chain_confidences[:, : tree.depth], plain["chain_confidences"].numpy(), rtol=1e-4
+    )
 
 
 def test_ranks_are_places_in_a_stable_order():

@@ -390,19 +390,19 @@ def test_the_papers_tables(tmp_path, still, start, responses, target_folder):
 
 def test_trainings_side_by_side(tmp_path, config, still, start, start_run, responses, target_folder):
     other = tmp_path / "other"
-    train_confu(responses, target_folder, other, replace(config, replicas=0), STILL)
+    train_confu(responses, target_folder, other, replace(config, replicas=0), LoopConfig(steps=6, lr=3e-2, warmup=1))
     given = ["--responses", responses, "--target", target_folder, "--confu", still, "--control", start]
     words = ["confu", "table-4", *given, "--rows", 6, "--nodes", 9, "--json", tmp_path / "made.json"]
     words += ["--runs", still.parent, other, start_run]
     assert paper_tables.main(list(map(str, words))) == 0
     whole, without, eagle3 = json.loads((tmp_path / "made.json").read_text())["tables"][0]["rows"]
-    assert [row["training"] for row in (whole, without, eagle3)] == ["ConFu", "replicas 0", "EAGLE-3"]
-    # Neither has learned anything, and replicas are of training alone; EAGLE-3 is the control of Table 3.
-    assert whole["tau"] == without["tau"] and without["gain"][0] == 0
+    told = ["ConFu", "replicas 0, steps 6, lr 0.03, warmup 1", "EAGLE-3"]
+    assert [row["training"] for row in (whole, without, eagle3)] == told
+    assert without["tau"] != whole["tau"] and without["gain"][0] != 0
     words[1], words[words.index("--runs") :] = "table-3", ["--temperatures", 0]
     assert paper_tables.main(list(map(str, words))) == 0
     (row,) = json.loads((tmp_path / "made.json").read_text())["tables"][0]["rows"]
-    assert row["confu"] == whole["tau"] and row["control"] == eagle3["tau"] != whole["tau"]
+    assert row["confu"] == whole["tau"] and row["control"] == eagle3["tau"] != without["tau"]
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,10 @@ HIT = 10
 """Of hit@10."""
 SEARCH = {"beam": 20, "backoff": None, "logit_decay": 0.9, "level_decay": 0.7}
 TOP_K = 25
+WEIGHT = 0.5
+"""Of n-grams in the paper (appendix D)."""
+LIGHTER = 0.1
+"""Beside it, for n-grams of other text."""
 
 
 # -- options and what they name -----------------------------------------------------------------------------------
@@ -122,10 +126,12 @@ def speak(folder: Path, texts: Texts) -> Places:
         return dart_offline.marginals(model, texts.target, texts.rows, TOP_K, texts.store.order - 1, progress)
 
 
-def trees(places: Places, given: Namespace, store: NgramStore | None, kind: str = "continuity") -> Walk:
-    """Decode with the paper's search."""
+def trees(
+    places: Places, given: Namespace, store: NgramStore | None, kind: str = "continuity", weight: float = WEIGHT
+) -> Walk:
+    """Decode with the paper's search; the weight is of n-grams, where there are some."""
     search = argparse.Namespace(nodes=given.nodes, **SEARCH)
-    return dart_offline.tree_walk(places, kind, 0.0 if store is None else 0.5, store, search)
+    return dart_offline.tree_walk(places, kind, 0.0 if store is None else weight, store, search)
 
 
 def note(given: Namespace, texts: Texts) -> str:
@@ -322,24 +328,23 @@ def left_out(given: Namespace) -> list[Figures]:
     for kind in kinds:
         mine = torch.tensor([category == kind for category in places.categories])
         own = places._replace(first=places.first[mine], count=places.count[mine], categories=[kind] * int(mine.sum()))
-        others = [row for row in counts if row.category != kind]
-        walks[kind] = {
-            "without n-grams": trees(own, given, None),
-            "of all kinds": trees(own, given, of_all),
-            "as many of all kinds": trees(
-                own, given, counted(random.Random(0).sample(counts, len(others)), given, of_all.order)
-            ),
-            "of the others": trees(own, given, counted(others, given, of_all.order)),
-        }
+        rows = [row for row in counts if row.category != kind]
+        stores = {"all kinds": of_all, "the others": counted(rows, given, of_all.order)}
+        as_many = counted(random.Random(0).sample(counts, len(rows)), given, of_all.order)
+        walks[kind] = {"without n-grams": trees(own, given, None), "as many of all kinds": trees(own, given, as_many)}
+        for weight in (WEIGHT, LIGHTER):
+            walks[kind] |= {
+                f"of {name}, weight {weight}": trees(own, given, store, weight=weight) for name, store in stores.items()
+            }
     names = list(walks[kinds[0]])
     walks["all"] = {
         name: Walk(*(np.concatenate(part) for part in zip(*(walks[kind][name] for kind in kinds), strict=True)))
         for name in names
     }
-    rows, values = [], []
+    cells, values = [], []
     for kind, found in walks.items():
         more = [gain(found[name], found["without n-grams"]) for name in names[1:]]
-        rows.append(
+        cells.append(
             [
                 kind,
                 f"{rate(found['without n-grams']):.2f}",
@@ -351,7 +356,7 @@ def left_out(given: Namespace) -> list[Figures]:
         f"{note(given, texts)} {len(counts)} training responses are counted, with their prompts; changes in percent."
     )
     title = f"N-grams of kinds that the text is not of: tokens a round (tau), trees of {given.nodes}"
-    return [Figures(title, ["texts", *names], rows, values, about)]
+    return [Figures(title, ["texts", *names], cells, values, about)]
 
 
 TABLES: Mapping[str, PaperTable] = {
