@@ -4,15 +4,19 @@ Tolerances: kernels and twins add at most 200 float32 products of about 1 in dif
 Token ids compare exactly: random scores lie further apart than that.
 """
 
+import functools
+import itertools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from hopper import compile_in_subprocess
 from steps import DEVICE, POISON, poisoned
 
+from vllm_crossspec.engine.noise import add_candidate_noise
 from vllm_crossspec.heads.flashhead import kernels, naive
 from vllm_crossspec.heads.flashhead.assets import Assets
-from vllm_crossspec.heads.flashhead.head import FlashHead
+from vllm_crossspec.heads.flashhead.head import FlashHead, Noise, Shard
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-4}
 SHAPES = [
@@ -123,6 +127,70 @@ def test_candidates_of_several_chunks():
         found = head.top_tokens(hidden)
         assert torch.equal(found.tokens.cpu(), expected[0])
         torch.testing.assert_close(found.log_probs.cpu(), expected[1], **TOLERANCE)
+
+
+# -- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def ranks(weight, assets, bounds, **settings):
+    """Heads of as many ranks as lie between ``bounds``, and what each finds by a call, told by all the others."""
+    said = {}
+
+    def gather_of(rank):
+        def gather(own):
+            said[rank] = own.clone()
+            return torch.cat([said.get(other, own) for other in range(len(bounds) - 1)], dim=1)
+
+        return gather
+
+    made = [
+        FlashHead(weight[first:last], assets, shard=Shard(first, gather_of(rank)), **settings)
+        for rank, (first, last) in enumerate(itertools.pairwise(bounds))
+    ]
+
+    def call(name, *arguments):
+        said.clear()
+        for head in made:  # what each says does not depend on what it is told
+            getattr(head, name)(*arguments)
+        return [getattr(head, name)(*arguments) for head in made]
+
+    return call
+
+
+@pytest.mark.parametrize("uses_kernels", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_tensor_parallel_ranks_find_what_one_head_finds(shape, uses_kernels):
+    hidden, weight, assets = make(shape)
+    size, k = len(weight), min(6, len(weight))
+    keys = {
+        "idx_mapping": torch.arange(len(hidden), device=DEVICE),
+        "positions": torch.arange(len(hidden), device=DEVICE) + 40,
+        "temperature": torch.linspace(0.0, 1.5, len(hidden), device=DEVICE),  # the first is greedy, has no noise
+        "seeds": torch.arange(len(hidden), device=DEVICE) + 7,
+        "use_fp64": False,
+        "offsets": None,
+    }
+    coupled = Noise(functools.partial(add_candidate_noise, sharpness=1.0, **keys), lambda *_: None)
+    settings = {"max_rows": len(hidden) + 2, "top_k": k, "use_kernels": uses_kernels, "is_coupled": True}
+    whole = FlashHead(weight, assets, **settings)
+    for bounds in ((0, size), (0, size // 2, size), (0, 1, size // 3, size)):
+        call = ranks(weight, assets, bounds, **settings)
+        for noise in (None, coupled):
+            best = whole.best_token(hidden, noise)
+            for found in call("best_token", hidden, noise):
+                assert torch.equal(found, best)
+            few = whole.top_tokens(hidden, noise)
+            for found in call("top_tokens", hidden, noise):
+                assert torch.equal(found.tokens, few.tokens)
+                torch.testing.assert_close(found.log_probs, few.log_probs, **TOLERANCE)
+
+
+def test_a_tensor_parallel_rank_alone_finds_its_own():
+    """What the others say counts: without it the best of a rank's own tokens is found."""
+    hidden, weight, assets = make(SHAPES[4])
+    alone = FlashHead(weight[:11], assets, shard=Shard(0, lambda own: own), max_rows=len(hidden))
+    whole = FlashHead(weight, assets, max_rows=len(hidden))
+    assert (alone.best_token(hidden) < 11).all() and not torch.equal(alone.best_token(hidden), whole.best_token(hidden))
 
 
 # -- the head against the dense one -------------------------------------------------------------------------------
@@ -241,7 +309,7 @@ compiled = compile_only()
 import torch
 from vllm_crossspec.heads.flashhead import kernels
 from vllm_crossspec.heads.flashhead.assets import Assets
-from vllm_crossspec.heads.flashhead.head import FlashHead
+from vllm_crossspec.heads.flashhead.head import FlashHead, Noise, Shard
 
 def check(dtype, rows, size, num_clusters, special, grouped, top_k, centroids=None):
     members = torch.arange(num_clusters * size).view(num_clusters, size)

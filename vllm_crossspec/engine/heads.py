@@ -12,12 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from vllm.distributed import tensor_model_parallel_all_gather
 
 from vllm_crossspec.engine.cpu_products import lane_ops
 from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.noise import add_candidate_noise, add_cluster_noise, add_target_noise
 from vllm_crossspec.heads.flashhead.check import check_fingerprint, head_assets
-from vllm_crossspec.heads.flashhead.head import FlashHead, Noise
+from vllm_crossspec.heads.flashhead.head import FlashHead, Noise, Shard
 
 
 class NoiseKeys(NamedTuple):
@@ -168,12 +169,13 @@ def make_head(
     if drafts.head is None:
         return DenseHead(lambda hidden: model.logits_processor(model.lm_head, hidden), offsets)
     key = "speculative_config: head"
-    weight = output_embedding(model, key)
+    weight, shard = output_embedding(model, key)
     assets = head_assets(drafts.head, folder, f"{key}.model")
     if has_weights:
-        check_fingerprint(assets, weight, f"{key}.model")
+        whole = weight if shard is None else tensor_model_parallel_all_gather(model.lm_head.weight.detach(), dim=0)
+        check_fingerprint(assets, whole[: assets.vocab_size], f"{key}.model")
     dtype = drafts.head.centroid_dtype
-    top_k = min(drafts.top_k or 0, len(weight))
+    top_k = min(drafts.top_k or 0, assets.vocab_size)
     head = FlashHead(
         weight,
         assets,
@@ -184,23 +186,28 @@ def make_head(
         draws=drafts.is_coupled and drafts.head.clusters == "drawn",
         grouped=drafts.head.grouped,
         centroid_dtype=None if dtype is None else getattr(torch, dtype),
+        shard=shard,
     )
     return RetrievalHead(head, offsets)
 
 
-def output_embedding(model: Any, key: str) -> torch.Tensor:
-    """[draft vocabulary, H] of a loaded drafter, as it is on the device: a view, without vLLM's padding rows.
+def output_embedding(model: Any, key: str) -> tuple[torch.Tensor, Shard | None]:
+    """The output embedding of a loaded drafter, as it is on the device: a view, without vLLM's padding rows.
+
+    Returns:
+        [draft vocabulary, H], and None; under tensor parallelism this rank's rows, and which they are.
 
     Raises:
-        ValueError: one sentence: it is sharded, quantised, or its logits are more than products.
+        ValueError: one sentence: it is quantised, or its logits are more than products.
     """
     layer, processor = model.lm_head, model.logits_processor
-    if getattr(layer, "tp_size", 1) > 1:
-        raise ValueError(f"{key}: this output layer is sharded over {layer.tp_size} ranks; leave out head")
     weight = getattr(layer, "weight", None)
     if weight is None or weight.ndim != 2 or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{key}: this drafter's output layer is quantised; leave out head, or use other weights")
     if getattr(layer, "bias", None) is not None or processor.scale != 1.0 or processor.soft_cap is not None:
         raise ValueError(f"{key}: this drafter's logits are scaled, capped or have a bias; leave out head")
-    whole: torch.Tensor = weight.detach()[: processor.org_vocab_size]
-    return whole
+    rows: torch.Tensor = weight.detach()
+    if layer.tp_size == 1:
+        return rows[: processor.org_vocab_size], None
+    own = layer.shard_indices
+    return rows[: own.num_org_elements], Shard(own.org_vocab_start_index, tensor_model_parallel_all_gather)

@@ -1,8 +1,12 @@
 """Building a drafter's model so that several can live beside one target."""
 
+import contextlib
+from collections.abc import Iterator
+
 from torch import nn
 from vllm.compilation.backends import set_model_tag
-from vllm.config import VllmConfig, replace
+from vllm.config import SpeculativeConfig, VllmConfig, replace
+from vllm.distributed import get_pp_group, parallel_state
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.model_loader.utils import get_draft_load_config
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import (
@@ -30,7 +34,7 @@ def load_drafter(target_model: nn.Module, vllm_config: VllmConfig, name: str, ta
     assert speculative is not None
     load_config = get_pp_safe_draft_load_config(get_draft_load_config(vllm_config))
     vllm_config = replace(vllm_config, load_config=load_config)
-    with set_model_tag(tag):
+    with set_model_tag(tag), draft_ranks(speculative):
         model = get_model(
             vllm_config=vllm_config, model_config=speculative.draft_model_config, prefix=f"drafter_{name}"
         )
@@ -42,6 +46,27 @@ def load_drafter(target_model: nn.Module, vllm_config: VllmConfig, name: str, ta
     if head is not None and not keeps_own and _should_share(model, "has_own_lm_head", own_head, head):
         model.lm_head = head
     return model
+
+
+@contextlib.contextmanager
+def draft_ranks(speculative: SpeculativeConfig) -> Iterator[None]:
+    """Let layers that are made in the block be whole on every rank, where ``draft_tensor_parallel_size`` is 1.
+
+    vLLM's layers ask for their ranks when they are made, and keep to them. So such a drafter waits for no other rank,
+    while what it shares with the target stays sharded, and gathers as ever.
+
+    Args:
+        speculative: of the drafter.
+    """
+    if speculative.draft_tensor_parallel_size != 1 or parallel_state.get_tp_group().world_size == 1:
+        yield
+        return
+    of_target = parallel_state.get_tp_group()
+    parallel_state._TP = get_pp_group()  # this rank alone: pipelines are refused
+    try:
+        yield
+    finally:
+        parallel_state._TP = of_target
 
 
 def standalone_config(vllm_config: VllmConfig) -> VllmConfig:
@@ -69,5 +94,6 @@ def load_language_model(draft_config: VllmConfig, name: str) -> nn.Module:
         draft_config: of :func:`standalone_config`.
         name: of the drafter.
     """
-    with set_model_tag("draft_model"):
+    assert draft_config.speculative_config is not None
+    with set_model_tag("draft_model"), draft_ranks(draft_config.speculative_config):
         return get_model(vllm_config=draft_config, model_config=draft_config.model_config, prefix=f"drafter_{name}")

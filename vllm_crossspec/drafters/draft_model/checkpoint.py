@@ -76,10 +76,5 @@ def check_follows(config: Any, target: Any, parallel: Any, path: str) -> None:
     ]
     if found:
         raise ValueError(f"{path}model: {model.model} has {' and '.join(found)}; give a plain transformer of text")
-    if config.draft_tensor_parallel_size != parallel.tensor_parallel_size:
-        raise ValueError(
-            f"{path}draft_tensor_parallel_size is {config.draft_tensor_parallel_size}, but the target's is "
-            f"{parallel.tensor_parallel_size}, and both share their ranks; leave out draft_tensor_parallel_size"
-        )
     if parallel.data_parallel_size > 1 and model.is_moe:
         raise ValueError(f"{path}model: {model.model} has experts, which data parallelism shares; give a dense model")

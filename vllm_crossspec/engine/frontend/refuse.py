@@ -124,8 +124,9 @@ def unsupported_features(vllm_config: Any) -> list[str]:
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.enable_adaptive_verification:
         found.append("enable_adaptive_verification with vllm_crossspec")
-    if any(d.head is not None for d in settings.drafters.values()) and parallel.tensor_parallel_size > 1:
-        found.append("tensor parallelism with a FlashHead, whose output layer would be sharded (leave out head)")
+    is_grouped = any(d.head is not None and d.head.grouped for d in settings.drafters.values())
+    if is_grouped and parallel.tensor_parallel_size > 1:
+        found.append("tensor parallelism with a FlashHead's copy by clusters (leave out head.grouped)")
     if any(d.dtype is not None for d in settings.drafters.values()) and not current_platform.is_cpu():
         found.append("a drafter's dtype on a GPU, where it is the target's (leave out dtype)")
     if settings.is_adaptive and parallel.data_parallel_size > 1:

@@ -12,6 +12,8 @@ from vllm_crossspec.heads.flashhead.assets import Assets
 from vllm_crossspec.twins import kernels_multiply
 
 MAX_TOP_K = 64
+_LARGEST_EXACT = 1 << 24
+"""Ids up to here are float32 numbers, as which ranks tell them."""
 NARROW = torch.float8_e4m3fn
 _LOWEST_CAPABILITY = (8, 9)
 """Of a CUDA device that reads ``NARROW``."""
@@ -45,15 +47,30 @@ class TopTokens(NamedTuple):
     log_probs: torch.Tensor
 
 
+class Shard(NamedTuple):
+    """The rows that one of several ranks has of the output embedding, and how ranks tell each other what they found.
+
+    Attributes:
+        first_token: whose row is this rank's first.
+        gather: from float32 [B, n] of every rank to [B, R * n], rank by rank; a CUDA graph can hold it.
+    """
+
+    first_token: int
+    gather: Callable[[torch.Tensor], torch.Tensor]
+
+
 class FlashHead:
     """Next tokens of hidden states without the logits of the vocabulary.
 
     Every buffer is made here, so that a CUDA graph can hold the calls; results lie in them until the next call. On a
     GPU the kernels serve, elsewhere PyTorch operations.
 
+    Under tensor parallelism every rank probes the same clusters and scores those of their tokens whose rows it has, in
+    the mean one in R. One gathering of two numbers a row (of 2 K + 1 for the best few) then tells every rank the best.
+
     Args:
-        weight: float [V, D], the drafter's whole output embedding (no shard of it), shared, not copied, but for
-            ``grouped``.
+        weight: float [V, D], the drafter's whole output embedding, shared, not copied, but for ``grouped``; of a
+            ``shard`` its rows.
         assets: its clusters.
         num_probes: P; None: what the assets name. More find the dense head's token more often and cost more.
         max_rows: most rows of a batch.
@@ -65,6 +82,7 @@ class FlashHead:
         centroid_dtype: of the centroids; None: the embedding's. float8_e4m3fn has one scale a centroid; a device that
             does not know it keeps numbers so rounded in the embedding's format.
         use_kernels: whether the kernels serve; None: on a GPU.
+        shard: which rows ``weight`` has and how they are told; None: all of them.
 
     Raises:
         ValueError: one sentence: the assets are another model's, or a number is out of its bounds.
@@ -83,10 +101,11 @@ class FlashHead:
         grouped: bool = False,
         centroid_dtype: torch.dtype | None = None,
         use_kernels: bool | None = None,
+        shard: Shard | None = None,
     ):
         num_clusters = len(assets.members)
         fitting = (assets.vocab_size, assets.centroids.shape[1])
-        if tuple(weight.shape) != fitting:
+        if weight.shape[1] != fitting[1] or (shard is None and len(weight) != fitting[0]):
             raise ValueError(
                 f"the clusters are for an output embedding of {list(fitting)} and this one has {list(weight.shape)}: "
                 "make them with `crossspec flashhead build` from this model"
@@ -100,11 +119,12 @@ class FlashHead:
         centroids = F.normalize(assets.centroids.to(device, torch.float32), dim=1)
         self._centroids, self._scales = _narrow(centroids, centroid_dtype or weight.dtype, weight.dtype)
         self._lengths = assets.centroids.to(device, torch.float32).norm(dim=1) if draws else None
-        self._tokens = _tokens(weight, assets, grouped)
+        self._tokens, self._shard = _tokens(weight, assets, grouped, shard), shard
         width = max(1, top_k)
         self._best = torch.zeros(max_rows, dtype=torch.int64, device=device)
         self._top = torch.zeros(max_rows, width, dtype=torch.int64, device=device)
         self._log_probs = torch.zeros(max_rows, width, dtype=torch.float32, device=device)
+        self._own = torch.zeros(max_rows, dtype=torch.float32, device=device)  # what ranks weigh their own by
         self._keeps_all = is_coupled
         self._buffers = self._make_buffers(self.num_probes)
 
@@ -133,25 +153,46 @@ class FlashHead:
             token, this is that token.
         """
         out = self._best[: self._check(hidden)]
-        if not self._uses_kernels:
-            return out.copy_(torch_ops.best_token(*self._candidates(hidden, noise, is_unique=False)))
-        self._score(hidden, noise, keeps_all=noise is not None)
-        kernels.best_token(packed=self._buffers.packed, out=out)
-        return out
+        scores = None if self._shard is None else self._own[: len(hidden)]
+        if self._uses_kernels:
+            self._score(hidden, noise, keeps_all=noise is not None)
+            kernels.best_token(packed=self._buffers.packed, out=out, scores=scores)
+        else:
+            own, ids = self._candidates(hidden, noise, is_unique=False)
+            out.copy_(torch_ops.best_token(own, ids))
+            if scores is not None:
+                scores.copy_(own.amax(dim=1))
+        return out if scores is None else self._best_of_ranks(out, scores)
 
     def top_tokens(self, hidden: torch.Tensor, noise: Noise | None = None) -> TopTokens:
         """The best ``top_k`` tokens of states [B, D], for trees; arguments as in :meth:`best_token`."""
         assert self.top_k, "made without top_k"
         num_rows = self._check(hidden)
         out = TopTokens(self._top[:num_rows], self._log_probs[:num_rows])
-        if not self._uses_kernels:
+        log_sums = None if self._shard is None else self._own[:num_rows]
+        if self._uses_kernels:
+            self._score(hidden, noise, keeps_all=True)
+            kernels.top_tokens(buffers=self._buffers, tokens=out.tokens, log_probs=out.log_probs, log_sums=log_sums)
+        else:
             scores, ids = self._candidates(hidden, noise, is_unique=True)
-            for buffer, found in zip(out, torch_ops.top_tokens(scores, ids, self.top_k), strict=True):
-                buffer.copy_(found)
-            return out
-        self._score(hidden, noise, keeps_all=True)
-        kernels.top_tokens(buffers=self._buffers, tokens=out.tokens, log_probs=out.log_probs)
-        return out
+            _write(out, torch_ops.top_tokens(scores, ids, self.top_k))
+            if log_sums is not None:
+                log_sums.copy_(scores.logsumexp(dim=1))
+        return out if log_sums is None else self._top_of_ranks(out, log_sums)
+
+    def _best_of_ranks(self, out: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Write each row's best token over all ranks, given this rank's best [B] and its score [B]."""
+        assert self._shard is not None
+        found = self._shard.gather(torch.stack((scores, out.float()), dim=1)).view(len(out), -1, 2)
+        return out.copy_(torch_ops.best_token(found[:, :, 0], found[:, :, 1].long()))
+
+    def _top_of_ranks(self, out: TopTokens, log_sums: torch.Tensor) -> TopTokens:
+        """Write each row's best few over all ranks, given this rank's and what it divided by, [B]."""
+        assert self._shard is not None
+        own = torch.cat((out.log_probs, out.tokens.float(), log_sums[:, None]), dim=1)
+        found = self._shard.gather(own).view(len(own), -1, own.shape[1])
+        log_probs, tokens, sums = found.split((self.top_k, self.top_k, 1), dim=2)
+        return _write(out, torch_ops.merge_top_tokens(tokens.long(), log_probs, sums[:, :, 0], self.top_k))
 
     def _check(self, hidden: torch.Tensor) -> int:
         assert hidden.ndim == 2 and len(hidden) <= self.max_rows and hidden.shape[1] == self._centroids.shape[1]
@@ -188,6 +229,12 @@ class FlashHead:
             noise.of_clusters(scores, self._lengths, self._tokens.members, self._uses_kernels)
 
 
+def _write(out: TopTokens, found: tuple[torch.Tensor, torch.Tensor]) -> TopTokens:
+    for buffer, one in zip(out, found, strict=True):
+        buffer.copy_(one)
+    return out
+
+
 def _narrow(
     centroids: torch.Tensor, dtype: torch.dtype, usual: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -210,11 +257,12 @@ def check_probes(num_probes: int, num_clusters: int, key: str = "num_probes") ->
     return num_probes
 
 
-def _tokens(weight: torch.Tensor, assets: Assets, grouped: bool) -> kernels.Tokens:
+def _tokens(weight: torch.Tensor, assets: Assets, grouped: bool, shard: Shard | None) -> kernels.Tokens:
     places = torch.empty(assets.vocab_size, dtype=torch.int32)
     places[assets.members.flatten()] = torch.arange(assets.vocab_size, dtype=torch.int32)
     special = torch.tensor(assets.special_token_ids, dtype=torch.int32)
     weight = weight.detach()
+    assert shard is None or (not grouped and assets.vocab_size <= _LARGEST_EXACT)
     members = assets.members.to(weight.device)
     return kernels.Tokens(
         weight=weight.index_select(0, members.flatten()) if grouped else weight.contiguous(),
@@ -222,4 +270,5 @@ def _tokens(weight: torch.Tensor, assets: Assets, grouped: bool) -> kernels.Toke
         special_tokens=special.to(weight.device),
         special_places=places[special.long()].to(weight.device),
         is_grouped=grouped,
+        first_token=None if shard is None else shard.first_token,
     )

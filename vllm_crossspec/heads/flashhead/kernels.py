@@ -228,11 +228,11 @@ def select_clusters(*, scores: torch.Tensor, clusters: torch.Tensor) -> None:
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_token", "num_weights"])
 def _score_tokens_kernel(
     hidden_ptr,  # float [B, D]
     hidden_stride,
-    weight_ptr,  # float [V, D], by token, or by place among the members where IS_GROUPED
+    weight_ptr,  # float [rows of the weight, D], by token, or by place among the members where IS_GROUPED
     clusters_ptr,  # int32 [rows, P]
     members_ptr,  # int32 [C, M]
     special_tokens_ptr,  # int32 [S]
@@ -240,11 +240,14 @@ def _score_tokens_kernel(
     packed_ptr,  # int64 [rows, ceil(N / SLOTS)] out
     scores_ptr,  # float32 [rows, N] out where KEEPS_ALL
     tokens_ptr,  # int32 [rows, N] out where KEEPS_ALL
+    first_token,  # of the weight's rows
+    num_weights,
     hidden_size,
     NUM_PROBES: tl.constexpr,
     CLUSTER_SIZE: tl.constexpr,
     NUM_SPECIAL: tl.constexpr,
     IS_GROUPED: tl.constexpr,
+    IS_SHARD: tl.constexpr,
     KEEPS_ALL: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -272,6 +275,9 @@ def _score_tokens_kernel(
                 is_special = is_special & (tl.sum(is_same, axis=1) == 0)
         is_live = is_live | is_special
     source = place if IS_GROUPED else token
+    if IS_SHARD:
+        source = source - first_token
+        is_live = is_live & (source >= 0) & (source < num_weights)
     source = source.to(tl.int64) * hidden_size
     total = tl.zeros([BLOCK_N], tl.float32)
     for start in range(0, hidden_size, BLOCK_D):
@@ -295,10 +301,12 @@ class Tokens(NamedTuple):
     """Which tokens the clusters hold, and where their rows are.
 
     Attributes:
-        weight: float [V, D], rows by token; by place among ``members`` where ``is_grouped``.
+        weight: float [V, D], rows by token; by place among ``members`` where ``is_grouped``. Of one of several ranks
+            the rows of its own tokens alone.
         members: int32 [C, M].
         special_tokens, special_places: int32 [S], and where ``members`` has each.
         is_grouped: the rows of a cluster lie together.
+        first_token: whose row is the weight's first; None: the weight has all tokens.
     """
 
     weight: torch.Tensor
@@ -306,6 +314,7 @@ class Tokens(NamedTuple):
     special_tokens: torch.Tensor
     special_places: torch.Tensor
     is_grouped: bool
+    first_token: int | None = None
 
 
 def score_tokens(*, hidden: torch.Tensor, tokens: Tokens, buffers: Buffers, keeps_all: bool) -> None:
@@ -315,7 +324,7 @@ def score_tokens(*, hidden: torch.Tensor, tokens: Tokens, buffers: Buffers, keep
         hidden: float [B, D], rows of stride 1.
         tokens: the output embedding and its clusters.
         buffers: ``clusters`` is read; ``packed`` is written, and, where ``keeps_all``, the scores and ids of all
-            candidates: -inf and 0 for one that is none, so that no token is there twice.
+            candidates: -inf and 0 for one that is none, so that no token is there twice. Another rank's is none.
     """
     (num_rows, hidden_size), num_probes = hidden.shape, buffers.clusters.shape[1]
     assert hidden.stride(1) == 1 and tokens.weight.is_contiguous() and tokens.members.is_contiguous()
@@ -330,11 +339,14 @@ def score_tokens(*, hidden: torch.Tensor, tokens: Tokens, buffers: Buffers, keep
         buffers.packed,
         buffers.candidate_scores,
         buffers.candidate_tokens,
+        tokens.first_token or 0,
+        len(tokens.weight),
         hidden_size,
         NUM_PROBES=num_probes,
         CLUSTER_SIZE=tokens.members.shape[1],
         NUM_SPECIAL=len(tokens.special_tokens),
         IS_GROUPED=tokens.is_grouped,
+        IS_SHARD=tokens.first_token is not None,
         KEEPS_ALL=keeps_all,
         BLOCK_N=SLOTS,
         BLOCK_P=64,
@@ -346,6 +358,7 @@ def score_tokens(*, hidden: torch.Tensor, tokens: Tokens, buffers: Buffers, keep
 def _best_token_kernel(
     packed_ptr,  # int64 [rows, num_programs]
     out_ptr,  # int64 [B] out
+    scores_ptr,  # float32 [B] out, or None
     num_programs,
     BLOCK: tl.constexpr,
 ):
@@ -356,17 +369,20 @@ def _best_token_kernel(
         best = tl.maximum(best, tl.load(packed_ptr + row * num_programs + i, mask=i < num_programs, other=NO_CANDIDATE))
     winner = tl.max(best, axis=0)
     tl.store(out_ptr + row, tl.where(winner == NO_CANDIDATE, 0, _unpack_token(winner)))
+    if scores_ptr is not None:
+        tl.store(scores_ptr + row, tl.where(winner == NO_CANDIDATE, float("-inf"), _unpack_score(winner)))
 
 
-def best_token(*, packed: torch.Tensor, out: torch.Tensor) -> None:
+def best_token(*, packed: torch.Tensor, out: torch.Tensor, scores: torch.Tensor | None = None) -> None:
     """The best of what all programs found; one launch.
 
     Args:
         packed: int64 [at least B, programs] of :func:`score_tokens`.
         out: int64 [B], written; 0 where no candidate had a score that is a number.
+        scores: float32 [B], written, if it is asked for; -inf there.
     """
     assert packed.is_contiguous() and out.is_contiguous()
-    _best_token_kernel[(len(out),)](packed, out, packed.shape[1], BLOCK=256)
+    _best_token_kernel[(len(out),)](packed, out, scores, packed.shape[1], BLOCK=256)
 
 
 @triton.jit
@@ -403,6 +419,7 @@ def _top_tokens_kernel(
     sums_ptr,  # float32 [rows, chunks, 2]
     tokens_ptr,  # int64 [B, K] out
     log_probs_ptr,  # float32 [B, K] out
+    log_sums_ptr,  # float32 [B] out, or None
     num_chunks,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -419,6 +436,8 @@ def _top_tokens_kernel(
     maximum = tl.where(maximum > float("-inf"), maximum, 0.0)
     share = tl.sum(total * tl.exp(highest - maximum), axis=0)
     log_sum = tl.log(tl.where(share > 0, share, 1.0)) + maximum
+    if log_sums_ptr is not None:
+        tl.store(log_sums_ptr + row, tl.where(share > 0, log_sum, float("-inf")))
     for rank in range(K):
         best = tl.max(packed, axis=0)
         is_none = best == NO_CANDIDATE
@@ -428,13 +447,17 @@ def _top_tokens_kernel(
         packed = tl.where(packed == best, NO_CANDIDATE, packed)
 
 
-def top_tokens(*, buffers: Buffers, tokens: torch.Tensor, log_probs: torch.Tensor) -> None:
+def top_tokens(
+    *, buffers: Buffers, tokens: torch.Tensor, log_probs: torch.Tensor, log_sums: torch.Tensor | None = None
+) -> None:
     """The best few candidates of each row, falling, smaller ids first among equals; two launches.
 
     Args:
         buffers: ``candidate_scores`` and ``candidate_tokens`` are read, the chunks' written.
         tokens: int64 [B, K], written; 0 where there are fewer candidates.
         log_probs: float32 [B, K], written, over the row's candidates; -inf where there are fewer.
+        log_sums: float32 [B], written, if it is asked for: the logarithm of the summed exponentials of the row's
+            scores; -inf where it has no candidate.
     """
     (num_rows, k), num_candidates = tokens.shape, buffers.candidate_scores.shape[1]
     chunks = buffers.chunk_sums.shape[1]
@@ -453,6 +476,7 @@ def top_tokens(*, buffers: Buffers, tokens: torch.Tensor, log_probs: torch.Tenso
         buffers.chunk_sums,
         tokens,
         log_probs,
+        log_sums,
         chunks,
         K=k,
         BLOCK=triton.next_power_of_2(chunks * k),

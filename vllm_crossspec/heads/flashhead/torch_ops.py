@@ -30,7 +30,7 @@ def select_clusters(scores: torch.Tensor, num_probes: int) -> torch.Tensor:
 def score(
     hidden: torch.Tensor, tokens: Tokens, clusters: torch.Tensor, is_unique: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """float32 scores and int64 ids [B, N] of the candidates; -inf and 0 for one that is none.
+    """float32 scores and int64 ids [B, N] of the candidates; -inf and 0 for one that is none, or another rank's.
 
     Args:
         hidden: float [B, D].
@@ -40,6 +40,8 @@ def score(
     """
     ids = tokens.members[clusters].flatten(1).long()
     scores = _numbers(_products(hidden.to(tokens.weight.dtype), tokens, clusters, ids).float())
+    if tokens.first_token is not None:
+        scores = scores.masked_fill(~_rows(tokens, ids)[1], _NEVER)
     if len(tokens.special_tokens):
         special_scores, special = _special(hidden, tokens, clusters, is_unique)
         scores, ids = torch.cat((scores, special_scores), dim=1), torch.cat((ids, special), dim=1)
@@ -49,7 +51,7 @@ def score(
 def _products(hidden: torch.Tensor, tokens: Tokens, clusters: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """[B, P * M], in the embedding's precision; where the rows of a cluster lie together they are gathered as one."""
     (num_clusters, size), hidden_size = tokens.members.shape, hidden.shape[1]
-    source, index = tokens.weight, ids
+    source, index = tokens.weight, _rows(tokens, ids)[0]
     if tokens.is_grouped:
         source, index = source.view(num_clusters, -1), clusters
     each = 1 if tokens.is_grouped else size
@@ -69,12 +71,21 @@ def _special(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scores and ids [B, S]."""
     places = (tokens.special_places if tokens.is_grouped else tokens.special_tokens).long()
-    weight = tokens.weight.index_select(0, places)
-    scores = _numbers((hidden.to(weight.dtype) @ weight.t()).float())
+    rows, is_own = _rows(tokens, places)
+    weight = tokens.weight.index_select(0, rows)
+    scores = _numbers((hidden.to(weight.dtype) @ weight.t()).float()).masked_fill(~is_own, _NEVER)
     if is_unique:
         own = tokens.special_places.long() // tokens.members.shape[1]
         scores = scores.masked_fill((clusters[:, None, :] == own[None, :, None]).any(dim=2), _NEVER)
     return scores, tokens.special_tokens.long().expand(len(hidden), -1)
+
+
+def _rows(tokens: Tokens, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of the weight, some row for a token that is another rank's, and whether each is this rank's."""
+    if tokens.first_token is None:
+        return places, torch.ones_like(places, dtype=torch.bool)
+    rows, last = places - tokens.first_token, len(tokens.weight) - 1
+    return rows.clamp(0, last), (rows >= 0) & (rows <= last)
 
 
 def _numbers(scores: torch.Tensor) -> torch.Tensor:
@@ -90,6 +101,12 @@ def best_token(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 def top_tokens(scores: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 and float32 [B, K], falling, smaller ids first among equals; 0 and -inf where there are fewer."""
+    ids, best = best_few(scores, ids, k)
+    return ids, torch.where(best > _NEVER, best - scores.logsumexp(dim=1, keepdim=True), _NEVER)
+
+
+def best_few(scores: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """int64 ids and float32 scores [B, K] of candidates [B, N], falling, smaller ids first among equals."""
     if scores.shape[1] < k:
         short = k - scores.shape[1]
         scores = torch.nn.functional.pad(scores, (0, short), value=_NEVER)
@@ -97,6 +114,24 @@ def top_tokens(scores: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.T
     by_id = ids.sort(dim=1, stable=True).indices
     scores, ids = scores.gather(1, by_id), ids.gather(1, by_id)
     found = scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
-    log_sum = scores.logsumexp(dim=1, keepdim=True)
-    best = scores.gather(1, found)
-    return ids.gather(1, found), torch.where(best > _NEVER, best - log_sum, _NEVER)
+    return ids.gather(1, found), scores.gather(1, found)
+
+
+def merge_top_tokens(
+    tokens: torch.Tensor, log_probs: torch.Tensor, log_sums: torch.Tensor, k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best few of what R ranks found, of which each scored tokens that no other did.
+
+    Args:
+        tokens: int64 [B, R, K]
+        log_probs: float32 [B, R, K], over each rank's own candidates; -inf where it has fewer.
+        log_sums: float32 [B, R], by which each rank divided; -inf where it has no candidate.
+        k: how many.
+
+    Returns:
+        As :func:`top_tokens`, over all candidates.
+    """
+    is_one = log_probs > _NEVER
+    shares = log_sums - log_sums.logsumexp(dim=1, keepdim=True)
+    merged = torch.where(is_one, log_probs + shares[:, :, None], _NEVER)
+    return best_few(merged.flatten(1), torch.where(is_one, tokens, 0).flatten(1), k)

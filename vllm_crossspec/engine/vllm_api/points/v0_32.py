@@ -45,7 +45,10 @@ vllm.config.vllm
 vllm.distributed
   get_tensor_model_parallel_rank() - called: which heads of the soft prompts are this rank's
   get_tensor_model_parallel_world_size() - called: which heads of the soft prompts are this rank's
+  get_pp_group() - called: a rank alone, for drafters that are whole on every rank
+  tensor_model_parallel_all_gather(input_ dim) - called: what a FlashHead's ranks found
 vllm.distributed.parallel_state
+  _TP - set while such a drafter is made
   get_tp_group() - called: rank 0's measured costs decide for all
   graph_capture(device) - called: captures catch-ups
 vllm.engine.arg_utils

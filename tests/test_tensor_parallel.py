@@ -1,0 +1,118 @@
+"""Engines of two tensor-parallel ranks: their text is plain's, their drafts those of one rank.
+
+The ranks are forks of the tests' process, which has imported vLLM already: they start in two seconds, not in twenty.
+"""
+
+import contextlib
+import functools
+import multiprocessing
+from unittest import mock
+
+import engines
+import pytest
+from engines import CONFU, DART, DFLASH, EAGLE3, NGRAM, POCKET, counts, engine, generate, ours, prompts, tree
+
+pytestmark = pytest.mark.e2e
+
+NODES = 24
+PAIR = {"eagle3": {"model": str(EAGLE3), "tree": {"num_nodes": NODES}}, "dflash": {"model": str(DFLASH)}}
+METHODS = {
+    "eagle3-chain": ours("eagle3", EAGLE3),
+    "eagle3-tree": tree("eagle3", EAGLE3, NODES),
+    "adaptive": tree("eagle3", EAGLE3, 60)
+    | {"adaptive": {"type": "heterospec", "model": str(POCKET / "heterospec" / "calibration.json")}},
+    "dflash-tree": tree("dflash", DFLASH, NODES),
+    "dart-ngram": tree("dart", DART, NODES) | {"ngram": {"model": str(NGRAM)}},
+    "confu-tree": tree("confu", CONFU, NODES),
+    "flashhead-tree": tree("eagle3", EAGLE3, NODES) | {"head": {"model": str(POCKET / "flashhead-eagle3")}},
+    "flashhead-draft-model": ours("draft_model", POCKET / "draft-model")
+    | {"head": {"model": str(POCKET / "flashhead-draft-model")}},
+    "whiflash": {
+        "method": "whiflash",
+        "num_speculative_tokens": engines.K,
+        "drafters": PAIR,
+        "router": {"policy": "neural", "model": str(POCKET / "router"), "threshold": 0.0},
+    },
+}
+
+
+@contextlib.contextmanager
+def two_ranks(spec, **overrides):
+    """An engine of two ranks that tell each other through sockets: they share a core, on which nobody may spin."""
+    from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.v1.executor import multiproc_executor
+
+    with contextlib.ExitStack() as stack:
+        context = multiprocessing.get_context("fork")
+        stack.enter_context(mock.patch.object(multiproc_executor, "get_mp_context", lambda: context))
+        no_spinning = mock.patch.object(CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda self: False)
+        stack.enter_context(no_spinning)
+        ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+        yield stack.enter_context(engine(spec, **ranks, **overrides))
+
+
+def run(llm):
+    """Texts, greedy and seeded, and what became of the drafts."""
+    texts = generate(llm, prompts(4), max_tokens=24)
+    texts += generate(llm, prompts(2), max_tokens=12, temperature=0.8, top_p=0.95, seed=7)
+    return texts, counts(llm)[:3]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with engine(None) as llm:
+        return run(llm)[0]
+
+
+@pytest.fixture(scope="module")
+def one_rank():
+    """What a method does with one rank, and how large its drafters' layers are; run when first asked for."""
+
+    @functools.cache
+    def ask(method):
+        with engine(METHODS[method]) as llm:
+            return run(llm), llm.collective_rpc(draft_sizes)[0]
+
+    return ask
+
+
+def draft_sizes(worker):
+    """Numbers of weights of the drafters' layers that ranks share."""
+    from vllm.model_executor.layers.linear import QKVParallelLinear, RowParallelLinear
+
+    layers = worker.model_runner.speculator.model.modules()
+    return [layer.weight.numel() for layer in layers if isinstance(layer, QKVParallelLinear | RowParallelLinear)]
+
+
+def spoil_second_rank(worker):
+    """Let the second rank's half of a drafter's attention say nothing."""
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    if worker.rank == 1:
+        layers = worker.model_runner.speculator.model.modules()
+        next(layer for layer in layers if isinstance(layer, RowParallelLinear)).weight.data.zero_()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_tensor_parallel_text_and_acceptance_are_those_of_one_rank(method, plain, one_rank):
+    (texts, drafts), sizes = one_rank(method)
+    with two_ranks(METHODS[method]) as llm:
+        assert run(llm) == (texts, drafts)
+        assert llm.collective_rpc(draft_sizes) == [[size // 2 for size in sizes]] * 2
+        if method == "eagle3-tree":  # what the other rank computes counts, for drafts alone
+            llm.collective_rpc(spoil_second_rank)
+            spoilt = run(llm)
+            assert spoilt[0] == texts and spoilt[1][1] - drafts[1] < 0.9 * drafts[1]
+    assert texts == plain and drafts[1] > 30
+
+
+@pytest.mark.parametrize("method", ["confu-tree", "flashhead-draft-model", "whiflash"])
+def test_tensor_parallel_targets_take_drafters_that_are_whole_on_every_rank(method, plain, one_rank):
+    """With "draft_tensor_parallel_size": 1 they wait for no rank; what they share with the target is gathered as ever."""
+    (texts, drafts), sizes = one_rank(method)
+    spec, whole = METHODS[method], {"draft_tensor_parallel_size": 1}
+    spec = spec | ({"drafters": {name: one | whole for name, one in PAIR.items()}} if "drafters" in spec else whole)
+    with two_ranks(spec) as llm:
+        assert run(llm) == (texts, drafts)
+        assert llm.collective_rpc(draft_sizes) == [sizes] * 2
+    assert texts == plain
