@@ -90,7 +90,9 @@ def spoil_second_rank(worker):
 
     if worker.rank == 1:
         layers = worker.model_runner.speculator.model.modules()
-        next(layer for layer in layers if isinstance(layer, RowParallelLinear)).weight.data.zero_()
+        layer = next(layer for layer in layers if isinstance(layer, RowParallelLinear))
+        inner = layer.forward
+        layer.forward = lambda rows: inner(rows * 0)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -108,7 +110,7 @@ def test_tensor_parallel_text_and_acceptance_are_those_of_one_rank(method, plain
 
 @pytest.mark.parametrize("method", ["confu-tree", "flashhead-draft-model", "whiflash"])
 def test_tensor_parallel_targets_take_drafters_that_are_whole_on_every_rank(method, plain, one_rank):
-    """With "draft_tensor_parallel_size": 1 they wait for no rank; what they share with the target is gathered as ever."""
+    """They wait for no other rank, and what they share with the target is gathered as ever."""
     (texts, drafts), sizes = one_rank(method)
     spec, whole = METHODS[method], {"draft_tensor_parallel_size": 1}
     spec = spec | ({"drafters": {name: one | whole for name, one in PAIR.items()}} if "drafters" in spec else whole)
