@@ -4,6 +4,7 @@ import concurrent.futures
 import contextlib
 import os
 import pickle
+import re
 import time
 from types import SimpleNamespace
 
@@ -164,8 +165,9 @@ def test_data_parallel_server_of_two_ranks(plain, tmp_path, monkeypatch):
     cores = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") or ",".join(map(str, sorted(os.sched_getaffinity(0))))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores}|{cores}")
     spec = whiflash({"policy": "goodput"}, eagle3={"model": str(engines.EAGLE3)} | adaptive(tmp_path))
-    one_process = ("--distributed-executor-backend", "uni", "--api-server-count", "1")
-    with serving(spec, "--data-parallel-size", "2", "--max-num-seqs", "4", *one_process) as server:
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a rank's worker is in its engine's process: fewer start
+    few = ("--distributed-executor-backend", "uni", "--api-server-count", "1", "--max-num-seqs", "2")
+    with serving(spec, "--data-parallel-size", "2", *few) as server:
         client, answers = server.client(), {}
 
         def complete(number, **sampling):
@@ -178,10 +180,11 @@ def test_data_parallel_server_of_two_ranks(plain, tmp_path, monkeypatch):
         assert {key: [a.choices[0].text for a in found] for key, found in answers.items()} == plain
         check_metrics(server, sum(a.usage.completion_tokens for found in answers.values() for a in found))
         log = server.log.read_text()
-    for rank in ("EngineCore_DP0", "EngineCore_DP1"):
-        said = [line for line in log.splitlines() if f"({rank} " in line]
-        for words in ("crossspec: rounds timed in", "crossspec: draft tokens by running requests, from measured steps"):
-            assert sum(words in line for line in said) == 1, (rank, words)
+    line = r"\(EngineCore_DP(\d) .*draft tokens by running requests, from measured steps: 1 to \d: (\d+)"
+    chosen = re.findall(line, log)
+    assert sorted(rank for rank, _ in chosen) == ["0", "1"]
+    # A rank that measured that drafts do not pay has no rounds to time.
+    assert log.count("crossspec: rounds timed in") == sum(width != "0" for _, width in chosen)
 
 
 def check_metrics(server, num_tokens):
@@ -199,7 +202,6 @@ def check_metrics(server, num_tokens):
     assert both("crossspec:drafts_total") == drafts and min(drafts) > 0
     assert both("crossspec:accepted_tokens_total") == accepted and min(accepted) > 0
     assert both("crossspec:accepted_tokens_per_pos_total") == accepted
-    print(requests, drafts, accepted, both("crossspec:router_decisions_total"), both("crossspec:heterospec_trees_total"))
     for rank, decisions in enumerate(both("crossspec:router_decisions_total")):
         # One for each prompt and each verified draft, but none in rounds that plan no drafts.
         assert drafts[rank] <= decisions <= requests[rank] + drafts[rank]
