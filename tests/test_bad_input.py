@@ -260,23 +260,6 @@ def test_pipeline_parallelism_is_refused():
         config_of(EAGLE3, pipeline_parallel_size=2, distributed_executor_backend="mp")
 
 
-def test_ranks_that_would_route_apart_are_refused():
-    from vllm_crossspec.engine.frontend.refuse import unsupported_features
-
-    config = config_of(whiflash())
-    assert unsupported_features(config) == []
-    several = {"data_parallel_size": 2, "pipeline_parallel_size": 1, "use_ubatching": False}
-    several |= {"decode_context_parallel_size": 1, "prefill_context_parallel_size": 1}
-    several |= {"enable_batch_sharded_sampling": False}
-    parallel = SimpleNamespace(**several)
-    fields = {
-        k: getattr(config, k) for k in ("additional_config", "speculative_config", "watermark_config", "model_config")
-    }
-    assert unsupported_features(SimpleNamespace(parallel_config=parallel, **fields)) == [
-        "data parallelism with several drafters of vllm_crossspec (ranks would draft apart)"
-    ]
-
-
 def test_good_settings_are_resolved():
     config = config_of({k: v for k, v in DFLASH.items() if k != "num_speculative_tokens"})
     assert config.speculative_config.num_speculative_tokens == 7

@@ -100,12 +100,12 @@ def test_backlogs_are_a_histogram_as_prometheus_knows_it():
     from vllm_crossspec.metrics.export import Publisher, _make_counters
     from vllm_crossspec.metrics.routing import BACKLOG_EDGES, RoutingCounters
 
-    counters, publisher = RoutingCounters(("left", "right"), num_slots=4), Publisher(_make_counters())
+    counters, publisher = RoutingCounters(("left", "right"), num_slots=4), Publisher(_make_counters(), engine=1)
     missed = [0, 3, 3, 200, 5000]
 
     def sample(suffix, **labels):
         name = f"crossspec:router_backlogs{suffix}"
-        return REGISTRY.get_sample_value(name, {"drafter": "right", **labels})
+        return REGISTRY.get_sample_value(name, {"engine": "1", "drafter": "right", **labels})
 
     for repetition in (1, 2):
         for tokens in missed:

@@ -297,7 +297,7 @@ def test_counters_and_their_export():
         counters.count(Sizing(nothing, nothing, chosen, widths, extensions))
 
     metrics = defaultdict(Recorded)
-    publisher = Publisher(metrics)
+    publisher = Publisher(metrics, engine=1)
     count(0, 3, 1)
     publisher.add_sizes({"eagle3": counters.snapshot()})
     count(3, 3)
@@ -312,8 +312,8 @@ def test_counters_and_their_export():
     publisher.add_sizes({"eagle3": counters.snapshot()})
     for name in ("trees", "extra_levels", "nodes"):
         values = metrics[f"crossspec:heterospec_{name}"].values
-        assert [values["eagle3", number] for number in range(4)] == expected[name]
-    assert metrics["crossspec:heterospec_extra_passes"].values == {("eagle3",): 2}
+        assert [values["1", "eagle3", number] for number in range(4)] == expected[name]
+    assert metrics["crossspec:heterospec_extra_passes"].values == {("1", "eagle3"): 2}
     counters.reset()
     assert counters.snapshot()["trees"] == [0, 0, 0, 0] and counters.snapshot()["rounds"] == 0
 

@@ -66,6 +66,7 @@ ROOMS = [
     "twins",
     "host_copy",
     "devices",
+    "ranks",
     "names",
     "",
 ]

@@ -31,6 +31,7 @@ def install() -> None:
     _hook_speculative_config()
     _hook_init_speculator()
     _hook_unsupported_features()
+    _hook_draft_lengths()
     _hook_request_validation()
     _hook_engine_core()
     _hook_scheduler()
@@ -140,6 +141,24 @@ def _hook_unsupported_features() -> None:
 
     VllmConfig._get_v1_model_runner_unsupported_features = v1_features
     VllmConfig._get_v2_model_runner_unsupported_features = v2_features
+
+
+def _hook_draft_lengths() -> None:
+    from vllm.config.vllm import VllmConfig
+
+    from vllm_crossspec.config import settings_of
+    from vllm_crossspec.ranks import step_together
+
+    original = VllmConfig._maybe_disable_dynamic_sd_for_data_parallel
+
+    # It takes draft lengths by load from every data-parallel engine, though ranks of a dense target are engines of
+    # their own. This config is the front end's, from which theirs are made.
+    @functools.wraps(original)
+    def disable_unless_independent(self: Any) -> None:
+        if settings_of(self) is None or step_together(self.parallel_config):
+            original(self)
+
+    VllmConfig._maybe_disable_dynamic_sd_for_data_parallel = disable_unless_independent
 
 
 def _hook_request_validation() -> None:

@@ -84,15 +84,19 @@ def _make_counters() -> dict[str, Any]:
     for labels, texts in help_of.items():
         for name, text in texts.items():
             name = f"crossspec:{name}"
-            made[name] = known.get(name) or Counter(name, text, labels)
+            made[name] = known.get(name) or Counter(name, text, ("engine", *labels))
     made[BACKLOGS] = known.get(BACKLOGS) or Histogram(
-        BACKLOGS, "Tokens that the drafter had missed, of each switch to it", ["drafter"], buckets=BACKLOG_EDGES
+        BACKLOGS,
+        "Tokens that the drafter had missed, of each switch to it",
+        ("engine", "drafter"),
+        buckets=BACKLOG_EDGES,
     )
     return made
 
 
 def start_worker_export(
     counters: AcceptanceCounters,
+    engine: int,
     routing: RoutingCounters | None = None,
     clock: StageClock | None = None,
     sizes: Mapping[str, TreeSizeCounters] | None = None,
@@ -100,9 +104,16 @@ def start_worker_export(
     """Publish the counters once a second from a thread of their own; the decoding path does nothing for it.
 
     The thread ends once the counters are gone.
+
+    Args:
+        counters: of the drafters' acceptance.
+        engine: number of this engine among the data-parallel ones, as vLLM's own metrics have it.
+        routing: of a router, with ``clock``.
+        clock: of a router's rounds.
+        sizes: of adaptive trees, by drafter.
     """
     _use_shared_files()
-    arguments = (weakref.ref(counters), routing, clock, sizes or {}, _make_counters())
+    arguments = (weakref.ref(counters), routing, clock, sizes or {}, Publisher(_make_counters(), engine))
     threading.Thread(target=_publish_forever, args=arguments, daemon=True, name="crossspec-metrics").start()
 
 
@@ -111,10 +122,10 @@ def _publish_forever(
     routing: RoutingCounters | None,
     clock: StageClock | None,
     sizes: Mapping[str, TreeSizeCounters],
-    metrics: dict[str, Any],
+    publisher: "Publisher",
 ) -> None:
     stream: torch.cuda.Stream | None = None
-    pause, publisher = threading.Event(), Publisher(metrics)
+    pause = threading.Event()
     while (counters := owner()) is not None:
         if stream is None and counters.counts.is_cuda:
             _leave_captures_alone()
@@ -148,10 +159,11 @@ class Publisher:
 
     Args:
         metrics: the counters, by name.
+        engine: whose totals they are.
     """
 
-    def __init__(self, metrics: dict[str, Any]):
-        self.metrics = metrics
+    def __init__(self, metrics: dict[str, Any], engine: int):
+        self.metrics, self.engine = metrics, str(engine)
         self._before: dict[tuple[Any, ...], float] = {}
 
     def _growth(self, total: float, *key: Any) -> float:
@@ -159,7 +171,7 @@ class Publisher:
         return total - before
 
     def _add(self, name: str, total: float, *labels: Any) -> None:
-        self.metrics[f"crossspec:{name}"].labels(*labels).inc(self._growth(total, name, *labels))
+        self.metrics[f"crossspec:{name}"].labels(self.engine, *labels).inc(self._growth(total, name, *labels))
 
     def add_acceptance(self, drafters: dict[str, dict[str, Any]]) -> None:
         """``AcceptanceCounters.describe``'s by drafter."""
@@ -176,7 +188,7 @@ class Publisher:
                 self._add(f"router_{name}", totals[name], drafter)
             # Counted by bucket already; the histogram's own `observe` takes values one by one. Neither it nor ours is
             # cumulative; what Prometheus reads is made so when it is collected.
-            histogram = self.metrics[BACKLOGS].labels(drafter)
+            histogram = self.metrics[BACKLOGS].labels(self.engine, drafter)
             for bucket, (part, total) in enumerate(zip(histogram._buckets, totals["backlog_histogram"], strict=True)):
                 part.inc(self._growth(total, BACKLOGS, drafter, bucket))
             histogram._sum.inc(self._growth(totals["missed_tokens"], BACKLOGS, drafter))

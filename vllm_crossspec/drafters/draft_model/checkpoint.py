@@ -3,6 +3,7 @@
 from typing import Any
 
 from vllm_crossspec.drafters.checkpoint import require
+from vllm_crossspec.ranks import step_together
 from vllm_crossspec.types import DrafterFacts, TargetFacts
 
 _OF_OTHER_DRAFTERS = (
@@ -76,5 +77,8 @@ def check_follows(config: Any, target: Any, parallel: Any, path: str) -> None:
     ]
     if found:
         raise ValueError(f"{path}model: {model.model} has {' and '.join(found)}; give a plain transformer of text")
-    if parallel.data_parallel_size > 1 and model.is_moe:
-        raise ValueError(f"{path}model: {model.model} has experts, which data parallelism shares; give a dense model")
+    if model.is_moe and step_together(parallel):
+        raise ValueError(
+            f"{path}model: {model.model} has experts, which this target's data-parallel ranks would share; "
+            "give a dense model"
+        )

@@ -9,6 +9,7 @@ from vllm_crossspec.drafters.base import drafter_kind, load
 from vllm_crossspec.drafters.checkpoint import read_config
 from vllm_crossspec.drafters.identity import known_model
 from vllm_crossspec.ngram.store import open_store, tokenizer_hash
+from vllm_crossspec.ranks import step_together
 from vllm_crossspec.router.checkpoint import check_router
 from vllm_crossspec.router.costs import read_costs
 from vllm_crossspec.types import TargetFacts
@@ -129,10 +130,12 @@ def unsupported_features(vllm_config: Any) -> list[str]:
         found.append("tensor parallelism with a FlashHead's copy by clusters (leave out head.grouped)")
     if any(d.dtype is not None for d in settings.drafters.values()) and not current_platform.is_cpu():
         found.append("a drafter's dtype on a GPU, where it is the target's (leave out dtype)")
-    if settings.is_adaptive and parallel.data_parallel_size > 1:
-        found.append("data parallelism with adaptive trees (ranks would draft apart)")
-    if settings.is_routed and parallel.data_parallel_size > 1:
-        found.append("data parallelism with several drafters of vllm_crossspec (ranks would draft apart)")
+    if step_together(parallel):
+        why = "of a target with experts or an external launcher, whose ranks run every step together"
+        if settings.is_adaptive:
+            found.append(f"adaptive trees with data parallelism {why} (leave out adaptive)")
+        if settings.is_routed:
+            found.append(f"several drafters with data parallelism {why} (give one drafter)")
     if settings.verification == "match":
         found.extend(_unsupported_by_match(vllm_config))
     if settings.has_trees:

@@ -5,17 +5,18 @@ from typing import Any
 
 from vllm_crossspec.config import CrossSpecConfig
 from vllm_crossspec.drafters.base import drafter_kind
+from vllm_crossspec.ranks import step_together
 from vllm_crossspec.twins import runs_kernels
 
 
 def can_measure(parallel_config: Any) -> bool:
-    """Whether start-up can time steps: not with data parallelism, where vLLM has no schedules, nor in an interpreter.
+    """Whether start-up can time steps: not where ranks step together, which would choose apart, nor in an interpreter.
 
     ``CROSSSPEC_FIXED_WIDTHS=1`` keeps trees whole: what is counted is then the same from run to run.
     """
     from vllm.platforms import current_platform
 
-    if os.environ.get("CROSSSPEC_FIXED_WIDTHS") == "1" or parallel_config.data_parallel_size > 1:
+    if os.environ.get("CROSSSPEC_FIXED_WIDTHS") == "1" or step_together(parallel_config):
         return False
     return not current_platform.is_cpu() or runs_kernels()
 

@@ -274,6 +274,7 @@ class Speculator(StandInSpeculator):
         for feature in self.features.values():
             feature.reset()
         # Not earlier: a copy in another thread breaks a CUDA graph capture, and the warm-up comes before the capture.
-        if self.vllm_config.parallel_config.rank == 0:
-            published = [feature.published() for feature in self.features.values()]
-            start_worker_export(self.counters, **{key: value for part in published for key, value in part.items()})
+        parallel = self.vllm_config.parallel_config
+        if parallel.rank == 0:
+            published = {key: v for feature in self.features.values() for key, v in feature.published().items()}
+            start_worker_export(self.counters, parallel.data_parallel_index, **published)

@@ -42,6 +42,8 @@ vllm.config.vllm
   VllmConfig._get_v1_model_runner_unsupported_features(self) - replaced: the V1 runner is refused
   VllmConfig._get_v2_model_runner_unsupported_features(self) - replaced: vLLM itself reports what our proposers do not
       support
+  VllmConfig._maybe_disable_dynamic_sd_for_data_parallel(self) - replaced: keeps draft lengths by load for ranks of a
+      dense target, which are engines of their own
 vllm.distributed
   get_tensor_model_parallel_rank() - called: which heads of the soft prompts are this rank's
   get_tensor_model_parallel_world_size() - called: which heads of the soft prompts are this rank's
