@@ -202,7 +202,8 @@ def window_attention(
         has_tail = not tails_in_cache or int(prefix.seq_lens[request]) > length
         for row in range(first, last):
             seen = int(unpack_bits(row_mask[row]).sum()) if has_tail else 0
-            key = torch.arange(max(length + seen - softmax.window, 0), length, device=query.device)
+            begin = min(max(length + seen - softmax.window, 0), length)
+            key = torch.arange(begin, length, device=query.device)
             blocks = prefix.block_table[request, key // block_size].long()
             keys, values = prefix.cache[blocks, :, key % block_size].float().chunk(2, -1)
             group = query.shape[1] // keys.shape[1]

@@ -101,7 +101,9 @@ def _window_attention_kernel(
             key = key_start + tl.arange(0, BLOCK_N)
             in_prefix = key < length
             entry = tl.minimum(key // BLOCK_SIZE, max_blocks - 1)
-            block = tl.load(block_table_ptr + request.to(tl.int64) * block_table_stride + entry, mask=in_prefix, other=0)
+            block = tl.load(
+                block_table_ptr + request.to(tl.int64) * block_table_stride + entry, mask=in_prefix, other=0
+            )
             block = tl.minimum(tl.maximum(block, 0), num_blocks - 1).to(tl.int64)
             offset = block * cache_block_stride + (key % BLOCK_SIZE).to(tl.int64) * cache_token_stride
             wanted = in_prefix[:, None] & (column < HEAD)[None, :]

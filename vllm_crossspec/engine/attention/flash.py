@@ -236,7 +236,12 @@ class TreeFlashImpl(FlashAttentionImpl):
         if isinstance(tail, DraftTail):
             self._attend_draft_level(query, key, value, kv_cache, metadata, tail, output)
             return output
-        split, num_reqs, softmax, soft = metadata.split_tokens, metadata.split_reqs, softmax_of(self), soft_prompts_of(layer)
+        split, num_reqs, softmax, soft = (
+            metadata.split_tokens,
+            metadata.split_reqs,
+            softmax_of(self),
+            soft_prompts_of(layer),
+        )
         if softmax.window:
             lse = self._new_lse(query[:split])
             attend_window(query, output, lse, kv_cache, metadata, tail, num_reqs, softmax)
