@@ -18,6 +18,7 @@ from attention_batches import (
     masked_softmax,
     verification,
 )
+from hopper import compile_in_subprocess
 from steps import DEVICE
 from test_tree_attention import TARGET, attend, config, implementation, mixed
 from test_tree_attention import Layer as BuiltLayer
@@ -234,8 +235,7 @@ def test_sliding_kernels_complete_the_softmax(heads, kv_heads, head_size, dtype,
     for mine, twin in zip(*outs, strict=True):
         assert not mine.isnan().any()
         torch.testing.assert_close(mine, twin, atol=max(tolerance, 1e-5), rtol=1e-5)
-    whole = expected(case.batch._replace(query=case.batch.query.cpu(), query_start_loc=case.batch.query_start_loc.cpu()),
-                     form)  # fmt: skip
+    whole = expected(make_batch(shape, requests, seed=8), form)
     torch.testing.assert_close(outs[0][2].cpu().double(), whole, atol=max(tolerance, 1e-5), rtol=0)
 
 
@@ -305,6 +305,29 @@ def test_sliding_attention_in_float32_for_gpus(form, causal):
         torch.testing.assert_close(out[rows].double(), whole, atol=2e-6, rtol=0)
 
 
+COMPILE_FOR_HOPPER = """
+import hopper
+compiled = hopper.compile_only()
+import test_sliding_attention as cases
+
+for heads, kv_heads, head_size, dtype, window in cases.WINDOW_CASES[2:5]:
+    requests = [cases.verification(cases.random.Random(0), 70, 40)]
+    form = cases.Softmax(0.2, window, 3.0, cases.SINKS[:heads].to(dtype))
+    case = cases.paged(cases.Shape(heads, kv_heads, head_size, dtype), requests, form, seed=0)
+    lse = cases.torch.zeros(heads, 41)
+    cases.window_attention(out=case.batch.query, lse=lse, prefix=case.prefix, **case.arguments(form))
+    cases.tail_attention(out=case.batch.query, lse=lse, tail=case.prefix, **case.arguments(form))
+for kernel in ("_window_attention_kernel", "_tail_attention_kernel"):
+    variants = compiled.pop(kernel)
+    assert any("wgmma" in code["ptx"] for code in variants.values())
+assert not compiled
+"""
+
+
+def test_sliding_kernels_compile_for_hopper(tmp_path):
+    compile_in_subprocess(COMPILE_FOR_HOPPER, tmp_path)
+
+
 # -- the backend for GPUs, FlashAttention played ----------------------------------------------------------------------
 
 
@@ -353,9 +376,7 @@ def test_sliding_layers_are_taken_and_those_that_could_only_be_wrong_refused():
         base.check_backends(config({"layers.0": BuiltLayer(implementation(SHAPE, **options(form)))}))
     chunked = BuiltLayer(implementation(SHAPE))
     chunked.attention_chunk_size = 64
-    with pytest.raises(
-        ValueError, match=r"layer layers\.0: it attends within chunks of the context; use a target with"
-    ):
+    with pytest.raises(ValueError, match=r"layers\.0: it attends within chunks of the context; use a target without"):
         base.check_backends(config({"layers.0": chunked}))
     softened = BuiltLayer(implementation(SHAPE, sliding_window=9))
     softened.soft_prompts = torch.zeros(2, 2, 3, 32)

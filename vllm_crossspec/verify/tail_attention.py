@@ -320,8 +320,9 @@ def tail_attention(
 ) -> None:
     """Merge masked attention over each request's tail into the prefix pass's output, in place; one launch.
 
-    Requests whose tail is empty are left untouched, but for the sinks. Nothing is allocated and the lengths stay on the device, so that
-    a CUDA graph can hold the launch; stale lengths and block tables of its dummy replays read nothing out of bounds.
+    Requests whose tail is empty are left untouched, but for the sinks. Nothing is allocated and the lengths stay on the
+    device, so that a CUDA graph can hold the launch; stale lengths and block tables of its dummy replays read nothing
+    out of bounds.
 
     Args:
         query: [rows, Hq, head_size], head_size contiguous.

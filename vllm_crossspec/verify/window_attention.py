@@ -1,10 +1,10 @@
 """The prefix pass of layers with a sliding window: every row's own piece of the prefix, and its log-sum-exp.
 
-A row at depth d of a tree whose root is at position P sees the keys from P + d - window + 1 on. FlashAttention's windows
-end at a row's place in the batch, and a tree's rows stand in it by probability, not by depth; so it cannot be told where
-the windows of a tree begin. A window is short, which is its point: this kernel walks over what the root sees, for all
-rows of a request together, and hides from each row what is too far away for its depth. Its work is bounded by the window,
-whatever the context.
+A row at depth d of a tree whose root is at position P sees the keys from P + d - window + 1 on. FlashAttention's
+windows go by a row's place in the batch, and a tree's rows stand there by probability, not by depth; so it cannot be
+told where the windows of a tree begin. A window is short, which is its point: this kernel walks over what the root
+sees, for all rows of a request together, and hides from each row what is too far away for its depth. Its work is
+bounded by the window, whatever the context.
 
 Which depth a row has, its mask says: the root, its ancestors and itself are the rows that it sees. The tail itself is
 left to ``tail_attention``.
@@ -101,9 +101,8 @@ def _window_attention_kernel(
             key = key_start + tl.arange(0, BLOCK_N)
             in_prefix = key < length
             entry = tl.minimum(key // BLOCK_SIZE, max_blocks - 1)
-            block = tl.load(
-                block_table_ptr + request.to(tl.int64) * block_table_stride + entry, mask=in_prefix, other=0
-            )
+            place = block_table_ptr + request.to(tl.int64) * block_table_stride + entry
+            block = tl.load(place, mask=in_prefix, other=0)
             block = tl.minimum(tl.maximum(block, 0), num_blocks - 1).to(tl.int64)
             offset = block * cache_block_stride + (key % BLOCK_SIZE).to(tl.int64) * cache_token_stride
             wanted = in_prefix[:, None] & (column < HEAD)[None, :]

@@ -7,8 +7,14 @@ A *tail* is the last rows of a request, of which each sees the dense part before
 those whose bits its mask holds (itself and its ancestors). Every layer's attention is then the softmax over the dense
 part, continued over the tail.
 
-With a sliding window a row sees the last tokens of its own line: a row at depth d of the tail stands d tokens behind its
-root, wherever its slot is, so that rows of different depth see different beginnings of the dense part.
+With a sliding window a row sees the last tokens of its own line: a row at depth d of the tail stands d tokens behind
+its root, wherever its slot is, so that rows of different depth see different beginnings of the dense part.
+
+What such a tail sees is there. vLLM frees the blocks behind a group's window, of a request with P tokens those of
+tokens before P - window + 1, and counts in P what is verified alone: neither drafts nor steps under way. The root
+stands at P or, in a step that was planned behind others, later, so that nothing which one of its rows sees was freed.
+Drafts have slots from P on, and are moved down within them. A level of a drafter's tree stands behind all that is
+cached.
 
 A layer of the target may have ``soft_prompts``, a tensor [2, Hkv, s, Dh] of its own: keys (0, as after rotation) and
 values (1) that some rows of the tail (ConFu's contemplate rows) see in front of everything else. Which ones, the last

@@ -488,7 +488,7 @@ def _windowed(
 def _spans(
     kv_cache: torch.Tensor, request: _Request, length: int, first_key: int = 0
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys [Hkv, Dh, n] and values [Hkv, n, Dh] of ``length`` tokens from a block's first one on, as views of blocks."""
+    """Keys [Hkv, Dh, n] and values [Hkv, n, Dh] of ``length`` tokens from a block's first one on, block by block."""
     _, num_heads, block_size, width = kv_cache.shape
     block_stride, head_stride = kv_cache.stride()[:2]
     head_size, first, spans = width // 2, kv_cache.storage_offset(), []

@@ -236,12 +236,8 @@ class TreeFlashImpl(FlashAttentionImpl):
         if isinstance(tail, DraftTail):
             self._attend_draft_level(query, key, value, kv_cache, metadata, tail, output)
             return output
-        split, num_reqs, softmax, soft = (
-            metadata.split_tokens,
-            metadata.split_reqs,
-            softmax_of(self),
-            soft_prompts_of(layer),
-        )
+        split, num_reqs = metadata.split_tokens, metadata.split_reqs
+        softmax, soft = softmax_of(self), soft_prompts_of(layer)
         if softmax.window:
             lse = self._new_lse(query[:split])
             attend_window(query, output, lse, kv_cache, metadata, tail, num_reqs, softmax)
@@ -366,7 +362,7 @@ class TreeFlashImpl(FlashAttentionImpl):
             softmax_scale=self.scale,
             causal=False,
             window_size=[-1, -1],
-            softcap=self.logits_soft_cap,
+            softcap=softmax_of(self).soft_cap,
             block_table=metadata.block_table[:num_reqs],
             return_softmax_lse=True,
             scheduler_metadata=schedule,
