@@ -14,7 +14,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from tree_cases import BLOCK_SIZE, DEPTH, Case, Step
 
 from vllm_crossspec.verify.rows import prepare_rows
-from vllm_crossspec.verify.tail_attention import PagedTail, tail_attention
+from vllm_crossspec.verify.tail_attention import PagedTail, Softmax, tail_attention
 
 # vLLM's own bound on the splits of a request's keys where CUDA graphs are captured.
 MAX_SPLITS = 32
@@ -184,7 +184,7 @@ def merge_tail(batch: Batch, out: torch.Tensor, lse: torch.Tensor) -> None:
         tail=PagedTail(batch.cache, batch.block_table, batch.prefix_len, batch.seq_lens),
         query_start_loc=batch.starts,
         row_mask=batch.row_mask,
-        scale=batch.scale,
+        softmax=Softmax(batch.scale),
         num_reqs=batch.num_reqs,
         max_query_len=batch.width,
     )

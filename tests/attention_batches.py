@@ -8,6 +8,7 @@ import torch
 
 from vllm_crossspec.engine.attention.base import TargetTail
 from vllm_crossspec.verify.naive import ancestors_of, pack_bits
+from vllm_crossspec.verify.tail_attention import Softmax
 
 BLOCK_SIZE = 32
 MAX_BLOCKS = 12
@@ -97,10 +98,21 @@ def sees(request: Request, row: int, key: int) -> bool:
     return other == row or other in ancestors_of(row, request.parents)
 
 
-def visible(request: Request) -> torch.Tensor:
-    """Bools [rows, tokens]."""
-    tokens = request.prefix + request.rows
-    return torch.tensor([[sees(request, row, key) for key in range(tokens)] for row in range(request.rows)])
+def depth_of(request: Request, row: int) -> int:
+    """Tokens between a row and the first row of its request."""
+    return row if request.parents is None else len(ancestors_of(row, request.parents))
+
+
+def visible(request: Request, window: int = 0) -> torch.Tensor:
+    """Bools [rows, tokens]; with a window, of what is less than so many positions away."""
+    places = [*range(request.prefix), *(request.prefix + depth_of(request, row) for row in range(request.rows))]
+    return torch.tensor(
+        [
+            [sees(request, row, key) and not 0 < window <= places[request.prefix + row] - place
+             for key, place in enumerate(places)]
+            for row in range(request.rows)
+        ]
+    )  # fmt: skip
 
 
 def make_batch(
@@ -192,32 +204,41 @@ def without_contemplation(batch: Batch) -> Batch:
     )
 
 
-def masked_softmax(query: torch.Tensor, content: torch.Tensor, mask: torch.Tensor, scale: float) -> torch.Tensor:
+def masked_softmax(
+    query: torch.Tensor, content: torch.Tensor, mask: torch.Tensor, softmax: Softmax | float
+) -> torch.Tensor:
     """Attention of one request, head by head, in float64.
 
     Args:
         query: [rows, Hq, Dh].
         content: [tokens, 2, Hkv, Dh].
         mask: bools [rows, tokens].
-        scale: of the logits.
+        softmax: of the layer, or the scale of its logits; the mask knows the window.
     """
+    if not isinstance(softmax, Softmax):
+        softmax = Softmax(softmax)
     out = torch.empty(query.shape, dtype=torch.float64)
     group = query.shape[1] // content.shape[2]
     for head in range(query.shape[1]):
         keys, values = content[:, :, head // group].double().unbind(1)
-        logits = (query[:, head].double() @ keys.T * scale).masked_fill(~mask, -torch.inf)
-        out[:, head] = torch.softmax(logits, dim=-1) @ values
+        logits = query[:, head].double() @ keys.T * softmax.scale
+        if softmax.soft_cap:
+            logits = softmax.soft_cap * torch.tanh(logits / softmax.soft_cap)
+        sink = -torch.inf if softmax.sinks is None else float(softmax.sinks[head])
+        with_sink = torch.nn.functional.pad(logits.masked_fill(~mask, -torch.inf), (0, 1), value=sink)
+        out[:, head] = torch.softmax(with_sink, dim=-1)[:, :-1] @ values
     return out
 
 
-def expected(batch: Batch, scale: float, plain: bool = False) -> torch.Tensor:
+def expected(batch: Batch, softmax: Softmax | float, plain: bool = False) -> torch.Tensor:
     """Of the whole batch; ``plain`` forgets the trees, as a drafter's layer does."""
     rows = []
     for request, content, start in zip(batch.requests, batch.dense, batch.query_start_loc.tolist(), strict=False):
-        mask = visible(request._replace(parents=None) if plain else request)
+        window = softmax.window if isinstance(softmax, Softmax) else 0
+        mask = visible(request._replace(parents=None) if plain else request, window)
         if batch.soft is not None and not plain:
             content = torch.cat([content, batch.soft.permute(2, 0, 1, 3)])
             sees_soft = (torch.arange(request.rows) >= request.ordinary)[:, None]
             mask = torch.cat([mask, sees_soft.expand(-1, batch.soft.shape[2])], dim=1)
-        rows.append(masked_softmax(batch.query[start : start + request.rows], content, mask, scale))
+        rows.append(masked_softmax(batch.query[start : start + request.rows], content, mask, softmax))
     return torch.cat(rows)

@@ -28,7 +28,12 @@ SECONDS = 4.0
 """Of interpreting one kernel in one case."""
 ULP = 64
 """As far as numpy's exp, log and the like may be from the C library's here: see docs/cpu-lane-equality.md."""
-SUMS_NEAR_0 = {"_add_target_noise_kernel": 1 << 10, "_tail_attention_kernel": 1 << 14, "_contemplate_kernel": 1 << 14}
+SUMS_NEAR_0 = {
+    "_add_target_noise_kernel": 1 << 10,
+    "_tail_attention_kernel": 1 << 14,
+    "_window_attention_kernel": 1 << 14,
+    "_contemplate_kernel": 1 << 14,
+}
 """Kernels that store differences of like numbers, where an ulp of what is subtracted is many of the result."""
 
 CASES = {
@@ -80,6 +85,9 @@ CASES = {
     "test_tree_attention.test_kernel_that_writes_a_level_against_its_twin": [(8, 24, True), (13, 64, False)],
     "test_tail_attention.test_tail_completes_the_softmax": [
         (7, 80, 2, 16, torch.float32, 0), (7, 128, 8, 7, torch.bfloat16, 1),
+    ],
+    "test_sliding_attention.test_sliding_kernels_complete_the_softmax": [
+        (5, 1, 80, torch.float32, 7), (8, 1, 128, torch.bfloat16, 33),
     ],
     "test_tail_attention.test_soft_prompts_complete_the_softmax_of_contemplate_rows": [
         (7, 80, 2, 16, torch.float32, 0, 1),

@@ -91,6 +91,7 @@ def test_compilers_know_its_shape(ops):
 )
 def test_rows_of_trees_attend_as_in_torch(ops, rows, heads, kv_heads, head_size, num_keys):
     from vllm_crossspec.engine.attention.cpu import _Request, _spans, attend
+    from vllm_crossspec.verify.tail_attention import Softmax
 
     torch.manual_seed(0)
     num_blocks, block_size, num_hidden = -(-num_keys // 32), 32, min(rows, num_keys)
@@ -99,13 +100,14 @@ def test_rows_of_trees_attend_as_in_torch(ops, rows, heads, kv_heads, head_size,
     query = torch.randn(rows, heads + 2, head_size)[:, 1 : heads + 1]
     hidden = torch.where(torch.rand(rows, num_hidden) > 0.4, 0.0, float("-inf"))
     output = torch.full((rows, heads, head_size), float("nan"))
-    ops.attend(query, cache, line, num_keys, hidden, head_size**-0.5, output)
+    sizes = (head_size**-0.5, 0.0, None)
+    ops.attend(query, cache, line, num_keys, hidden, *sizes, output)
     request = _Request(slice(0, rows), num_keys, line.tolist(), line)
-    wanted = attend(query, _spans(cache, request, num_keys), hidden, head_size**-0.5)
+    wanted = attend(query, _spans(cache, request, num_keys), hidden, Softmax(head_size**-0.5))
     assert_close(output, wanted, rtol=1e-5, atol=2e-6)
     for row in range(rows):  # by itself: the same bits
         alone = torch.empty(1, heads, head_size)
-        ops.attend(query[row : row + 1], cache, line, num_keys, hidden[row : row + 1], head_size**-0.5, alone)
+        ops.attend(query[row : row + 1], cache, line, num_keys, hidden[row : row + 1], *sizes, alone)
         assert torch.equal(alone[0], output[row])
 
 
@@ -113,7 +115,7 @@ def test_a_row_that_sees_no_key_is_zero(ops):
     query, cache, line = torch.randn(2, 1, 32), torch.randn(1, 1, 32, 64), torch.zeros(1, dtype=torch.int32)
     hidden = torch.tensor([[0.0, 0.0, 0.0], [float("-inf")] * 3])
     output = torch.full((2, 1, 32), float("nan"))
-    ops.attend(query, cache, line, 3, hidden, 1.0, output)
+    ops.attend(query, cache, line, 3, hidden, 1.0, 0.0, None, output)
     assert output[0].isfinite().all() and (output[1] == 0).all()
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from vllm_crossspec.engine.attention.exact import exact_attention
+from vllm_crossspec.verify.tail_attention import Softmax
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEADS, KV_HEADS, HEAD, BLOCK = 6, 2, 16, 16
@@ -44,7 +45,7 @@ def test_every_row_attends_to_its_keys(query_lens, lengths, causal):
     if causal and 0 in lengths:
         pytest.skip("a causal request sees its own rows at least")
     batch = ragged_batch(query_lens, lengths)
-    sizes = {"max_query_len": max(query_lens), "max_length": max(lengths) + 3, "scale": 0.3}
+    sizes = {"max_query_len": max(query_lens), "max_length": max(lengths) + 3, "softmax": Softmax(0.3)}
     lse = exact_attention(**batch, **sizes, causal=causal)
     first = 0
     for r, (count, length) in enumerate(zip(query_lens, lengths, strict=True)):
@@ -65,8 +66,8 @@ def test_the_padding_of_a_graph_is_harmless():
     """Requests of no rows and no keys at the end of the batch, and rows that belong to nobody."""
     batch, alone = ragged_batch([3, 3, 0, 0], [20, 9, 0, 0], padding=6), ragged_batch([3, 3], [20, 9])
     for given in (batch, alone):
-        exact_attention(**given, max_query_len=3, max_length=64, scale=1.0, causal=True)
+        exact_attention(**given, max_query_len=3, max_length=64, softmax=Softmax(1.0), causal=True)
     again = dict(alone, query=batch["query"][:6].clone(), keys=batch["keys"], values=batch["values"])
     again["block_table"] = batch["block_table"][:2]
-    exact_attention(**again, max_query_len=3, max_length=64, scale=1.0, causal=True)
+    exact_attention(**again, max_query_len=3, max_length=64, softmax=Softmax(1.0), causal=True)
     assert torch.equal(batch["out"][:6], again["out"])

@@ -8,7 +8,7 @@ from hopper import compile_in_subprocess
 from steps import DEVICE, KINDS, POISON, Step, int32, make_step, prepare
 
 from vllm_crossspec.verify import naive
-from vllm_crossspec.verify.tail_attention import DenseTail, PagedTail, soft_words, tail_attention
+from vllm_crossspec.verify.tail_attention import DenseTail, PagedTail, Softmax, soft_words, tail_attention
 
 
 class Attention(NamedTuple):
@@ -105,7 +105,7 @@ def attend(implementation, case, out, lse, **changes):
         "tail": paged,
         "query_start_loc": case.step.query_start_loc,
         "row_mask": case.row_mask,
-        "scale": case.scale,
+        "softmax": Softmax(case.scale),
         "num_reqs": case.step.idx_mapping.shape[0],
         "max_query_len": int(case.step.query_start_loc.diff().max()),
         "soft": case.soft,
@@ -262,7 +262,7 @@ def test_tail_in_a_scratch(dtype, length, scratch_rows, queries, group):
             tail=DenseTail(scratch, int32([length])),
             query_start_loc=int32(range(0, (num_reqs + 1) * queries, queries)),
             row_mask=naive.pack_bits(seen),
-            scale=0.2,
+            softmax=Softmax(0.2),
             num_reqs=num_reqs,
             max_query_len=queries,
         )

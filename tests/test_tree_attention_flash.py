@@ -34,7 +34,7 @@ from vllm_crossspec.engine.attention.flash import (
     TreeFlashMetadata,
     TreeFlashMetadataBuilder,
 )
-from vllm_crossspec.verify.naive import pack_bits
+from vllm_crossspec.verify.naive import cap, pack_bits
 
 SHAPE = Shape(4, 2, 32, torch.float32)
 SCALE = 0.21
@@ -86,7 +86,9 @@ class Flash:
         schedule = rest["scheduler_metadata"]
         if schedule is not None:
             assert torch.equal(schedule, plan(seqused_k, cu_seqlens_q, causal)), "the plan is another batch's"
-        assert rest["window_size"] == [-1, -1] and rest["fa_version"] == 3 and rest["softmax_scale"] == SCALE
+        assert rest["fa_version"] == 3 and rest["softmax_scale"] == SCALE
+        behind, before = rest["window_size"]
+        assert before == -1 if behind == -1 else (before == 0 and causal)
         assert int(cu_seqlens_q.diff().max()) <= max_seqlen_q and int(seqused_k.max()) <= max_seqlen_k
         assert block_table.shape[0] == seqused_k.shape[0] == cu_seqlens_q.shape[0] - 1
         lse = torch.full((q.shape[1], q.shape[0]), torch.nan)
@@ -99,12 +101,17 @@ class Flash:
                 continue
             blocks = block_table[index, : -(-length // BLOCK_SIZE)].long()
             keys, values = (x[blocks].flatten(0, 1)[:length].repeat_interleave(group, 1) for x in (k, v))
-            logits = torch.einsum("qhd,khd->hqk", q[rows], keys) * SCALE
+            logits = cap(torch.einsum("qhd,khd->hqk", q[rows], keys) * SCALE, rest["softcap"])
             if causal:
                 num_rows = logits.shape[1]
-                logits = logits.masked_fill(~torch.ones(num_rows, length).tril(length - num_rows).bool(), -torch.inf)
+                seen = torch.ones(num_rows, length).tril(length - num_rows)
+                if behind >= 0:
+                    seen = seen.triu(length - num_rows - behind)
+                logits = logits.masked_fill(~seen.bool(), -torch.inf)
+            if rest.get("s_aux") is not None:
+                logits = torch.cat([logits, rest["s_aux"][:, None, None].expand(-1, logits.shape[1], 1)], dim=-1)
             lse[:, rows] = logits.logsumexp(-1)
-            out[rows] = torch.einsum("hqk,khd->qhd", logits.softmax(-1), values)
+            out[rows] = torch.einsum("hqk,khd->qhd", logits.softmax(-1)[..., :length], values)
         return (out, lse) if rest.get("return_softmax_lse") else out
 
 

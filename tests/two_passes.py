@@ -5,9 +5,10 @@ import dataclasses
 import torch
 
 from vllm_crossspec.engine.attention import base
-from vllm_crossspec.engine.attention.cpu import _requests, _spans, attend, hide
+from vllm_crossspec.engine.attention.cpu import _requests, _spans, attend
 from vllm_crossspec.engine.attention.scratch import write_level, write_level_naive
 from vllm_crossspec.twins import runs_kernels
+from vllm_crossspec.verify.naive import cap
 
 
 def in_two_passes(original):
@@ -23,19 +24,25 @@ def in_two_passes(original):
             num_rows = tail.num_reqs * tail.queries_per_req
             write = write_level if runs_kernels() else write_level_naive
             write(key[:num_rows], value[:num_rows], tail)
-            lse = torch.empty(self.num_heads, num_rows)
-            for request in _requests(metadata)[: tail.num_reqs]:
-                _dense_pass(self, query, kv_cache, request, request.length, None, output, lse)
-            base.merge_draft_tail(query, output, lse, metadata, tail, self.scale)
+            lse, softmax = torch.empty(self.num_heads, num_rows), base.softmax_of(self)
+            if softmax.window:
+                cache, placed = _beside_each_other(self, kv_cache, metadata)
+                base.attend_window(query, output, lse, cache, placed, tail, tail.num_reqs, softmax)
+            else:
+                for request in _requests(metadata)[: tail.num_reqs]:
+                    _dense_pass(self, query, kv_cache, request, request.length, output, lse)
+            base.merge_draft_tail(query, output, lse, metadata, tail, softmax)
             return output
-        lse = torch.empty(self.num_heads, query.shape[0])
-        for index, request in enumerate(_requests(metadata)):
-            split = index < tail.num_reqs
-            length = int(tail.prefix_len[index]) if split else request.length
-            _dense_pass(self, query, kv_cache, request, length, None if split else _causal(request), output, lse)
+        lse, softmax = torch.empty(self.num_heads, query.shape[0]), base.softmax_of(self)
+        self._attend_all(query, kv_cache, metadata, {}, output)  # the rest of a batch is vLLM's
+        cache, placed = _beside_each_other(self, kv_cache, metadata)
+        if softmax.window:
+            base.attend_window(query, output, lse, cache, placed, tail, tail.num_reqs, softmax)
+        else:
+            for index, request in enumerate(_requests(metadata)[: tail.num_reqs]):
+                _dense_pass(self, query, kv_cache, request, int(tail.prefix_len[index]), output, lse)
         soft = base.soft_prompts_of(layer)
-        cache, metadata = _beside_each_other(self, kv_cache, metadata)
-        base.merge_target_tail(query, output, lse, cache, metadata, tail, tail.num_reqs, self.scale, soft)
+        base.merge_target_tail(query, output, lse, cache, placed, tail, tail.num_reqs, softmax, soft)
         return output
 
     return forward
@@ -49,22 +56,14 @@ def _beside_each_other(impl, kv_cache, metadata):
     return cache, dataclasses.replace(metadata, block_table=places)
 
 
-def _causal(request):
-    """What a request's rows do not see of its last tokens, as :func:`attend` wants it."""
-    num_rows = request.rows.stop - request.rows.start
-    return hide(torch.ones(num_rows, num_rows, dtype=torch.bool).tril())
-
-
-def _dense_pass(impl, query, kv_cache, request, length, hidden, output, lse):
+def _dense_pass(impl, query, kv_cache, request, length, output, lse):
     """One request's rows over its first tokens: into ``output``, and the log-sum-exp [Hq, rows] into ``lse``."""
-    rows = request.rows
-    hidden = torch.zeros(rows.stop - rows.start, 0) if hidden is None else hidden
+    rows, softmax = request.rows, base.softmax_of(impl)._replace(sinks=None)
     spans = _spans(kv_cache, request, length)
-    output[rows] = attend(query[rows], spans, hidden, impl.scale)
+    output[rows] = attend(query[rows], spans, torch.zeros(rows.stop - rows.start, 0), softmax)
     lse[:, rows] = -torch.inf
     if spans:
         keys = torch.cat([keys.float() for keys, _ in spans], dim=-1)
         each = keys.repeat_interleave(impl.num_heads // impl.num_kv_heads, dim=0)
-        logits = impl.scale * query[rows].float().transpose(0, 1) @ each
-        logits[..., logits.shape[-1] - hidden.shape[1] :] += hidden
+        logits = cap(impl.scale * query[rows].float().transpose(0, 1) @ each, softmax.soft_cap)
         lse[:, rows] = logits.logsumexp(dim=-1)

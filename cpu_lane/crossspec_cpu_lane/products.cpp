@@ -8,6 +8,8 @@
 // `attend`, `attend_level`: rows of a draft tree over the paged cache, whose blocks have keys by dimension and values
 // by token, so that both products read whole vectors in place. `top`: what a tree's next level is chosen from.
 //
+// Both may cap their logits, and have sinks: a logit more a head, without a value.
+//
 // Every sum adds its products in one order, whatever the number of rows and threads is: a row's results are the same
 // bits in any batch.
 
@@ -232,6 +234,13 @@ vector exponential(vector x) {
     return x < least ? vector{} : sum * reinterpret_cast<const vector &>(power);
 }
 
+// The hyperbolic tangent.
+vector tangent(vector x) {
+    const vector size = x < vector{} ? -x : x, power = exponential(-2.0f * size);
+    const vector found = (1.0f - power) / (1.0f + power);
+    return x < vector{} ? -found : found;
+}
+
 // Keys that lie beside each other, and their values.
 struct Span {
     const float *keys;    // [head_size, size], two dimensions `pitch` apart, readable in whole vectors
@@ -250,6 +259,8 @@ struct Attention {
     float scale;
     const float *scratch = nullptr;  // [tail, 2, kv_heads, head_size]
     long tail = 0;
+    float soft_cap = 0;            // c of c tanh(logit / c); 0: none
+    const float *sinks = nullptr;  // a head's logit without a value
 
     // All rows of the query heads of one KV head, so many at a time that a tile's sums fit in the registers.
     void attend(long head) const {
@@ -286,7 +297,8 @@ struct Attention {
         float factors[most_rows];
         for (long index = 0; index < count; index++) {
             const float *mask = hidden + (first + index) % rows * hidden_row;
-            factors[index] = share(logits + index * pitch, mask);
+            const float *sink = sinks ? sinks + head * group + (first + index) / rows : nullptr;
+            factors[index] = share(logits + index * pitch, mask, sink);
         }
         for (long key = 0; key < num_keys; key++)
             for (long index = 0; index < count; index++) shares[key * count + index] = logits[index * pitch + key];
@@ -322,11 +334,16 @@ struct Attention {
     static long whole(long size) { return (size + lanes - 1) / lanes * lanes; }
 
     // Put the shares of a row's keys in the logits' place, not yet divided by their sum; returns what to multiply with.
-    float share(float *logits, const float *hidden) const {
+    float share(float *logits, const float *hidden, const float *sink) const {
         const long padded = whole(num_keys);
+        for (long key = 0; soft_cap && key < padded; key += lanes) {
+            unaligned &some = reinterpret_cast<unaligned &>(logits[key]);
+            some = soft_cap * tangent(some / soft_cap);
+        }
         for (long key = 0; key < num_hidden; key++) logits[num_keys - num_hidden + key] += hidden[key];
         std::fill(logits + num_keys, logits + padded, -INFINITY);
-        const float greatest = greatest_of(logits, padded);
+        float greatest = greatest_of(logits, padded);
+        if (sink) greatest = std::max(greatest, *sink);
         const bool sees_nothing = greatest == -INFINITY;  // in vLLM's dummy runs
         vector sums = {};
         for (long key = 0; key < padded; key += lanes) {
@@ -334,7 +351,7 @@ struct Attention {
             some = sees_nothing ? vector{} : exponential(some - greatest);
             sums += some;
         }
-        return sees_nothing ? 0 : 1 / total(sums);
+        return sees_nothing ? 0 : 1 / (total(sums) + (sink ? std::exp(*sink - greatest) : 0));
     }
 
     static float greatest_of(const float *logits, long size) {
@@ -440,7 +457,10 @@ Tensor linear(Tensor x, Tensor packed, int64_t outputs, std::optional<Tensor> bi
 }
 
 // What both kinds of attention have of their tensors; the rest is 0.
-Attention attention(const Tensor &query, const Tensor &kv_cache, double scale, const Tensor &output) {
+Attention attention(
+    const Tensor &query, const Tensor &kv_cache, double scale, double soft_cap, const std::optional<Tensor> &sinks,
+    const Tensor &output
+) {
     return {
         .query = static_cast<const float *>(query.data_ptr()),
         .cache = static_cast<const float *>(kv_cache.data_ptr()),
@@ -457,6 +477,8 @@ Attention attention(const Tensor &query, const Tensor &kv_cache, double scale, c
         .output_row = output.stride(0),
         .output_head = output.stride(1),
         .scale = static_cast<float>(scale),
+        .soft_cap = static_cast<float>(soft_cap),
+        .sinks = sinks ? static_cast<const float *>(sinks->data_ptr()) : nullptr,
     };
 }
 
@@ -464,11 +486,13 @@ Attention attention(const Tensor &query, const Tensor &kv_cache, double scale, c
 //
 // query: [rows, heads, head_size], of whole vectors; kv_cache: [blocks, kv_heads, block_size, 2 * head_size] as vLLM's
 // "vec" kernels lay it out; blocks: int32, of the request; hidden: [rows, m], added to the logits of the last m of
-// `num_keys`, 0 or -inf; output: as the query, written, zeros in a row that sees no key.
+// `num_keys`, 0 or -inf; soft_cap: 0 for none; sinks: [heads]; output: as the query, written, zeros in a row that sees
+// no key.
 void attend(
-    Tensor query, Tensor kv_cache, Tensor blocks, int64_t num_keys, Tensor hidden, double scale, Tensor output
+    Tensor query, Tensor kv_cache, Tensor blocks, int64_t num_keys, Tensor hidden, double scale, double soft_cap,
+    std::optional<Tensor> sinks, Tensor output
 ) {
-    Attention call = attention(query, kv_cache, scale, output);
+    Attention call = attention(query, kv_cache, scale, soft_cap, sinks, output);
     call.blocks = static_cast<const int *>(blocks.data_ptr());
     call.hidden = static_cast<const float *>(hidden.data_ptr());
     call.num_hidden = hidden.size(1);
@@ -483,19 +507,32 @@ void attend(
 // query, output: [requests * rows or more, heads, head_size]; key, value: the level's, [.., kv_heads, head_size];
 // block_table: int32 [requests or more, blocks]; scratch: [requests or more, capacity, 2, kv_heads, head_size], of the
 // trees so far, into which the level is written: it ends with row `length`, and with `has_shared` its last row is row 0
-// in every level; masks: int32 [requests * rows or more, words], which rows of the scratch each query row sees.
+// in every level; masks: int32 [requests * rows or more, words], which rows of the scratch each query row sees. With a
+// window (0: none) a row sees so many tokens of its line: those that its mask has, itself the last, behind the cache's.
 void attend_level(
     Tensor query, Tensor key, Tensor value, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor scratch,
-    Tensor masks, int64_t requests, int64_t rows, int64_t length, bool has_shared, double scale, Tensor output
+    Tensor masks, int64_t requests, int64_t rows, int64_t length, bool has_shared, double scale, int64_t window,
+    double soft_cap, std::optional<Tensor> sinks, Tensor output
 ) {
     const long capacity = scratch.size(1), width = scratch.size(3) * scratch.size(4), words = masks.size(1);
     const int *lengths = static_cast<const int *>(seq_lens.data_ptr());
     const int *bits = static_cast<const int *>(masks.data_ptr());
     const long seen = std::min<long>({length, capacity, 32 * words});
-    std::vector<float> hidden(requests * rows * seen);
-    std::vector<Attention> calls(requests, attention(query, kv_cache, scale, output));
+    const long block_size = kv_cache.size(2);
+    std::vector<std::vector<float>> hidden(requests);
+    std::vector<Attention> calls(requests, attention(query, kv_cache, scale, soft_cap, sinks, output));
     for (long request = 0; request < requests; request++) {
         float *own = static_cast<float *>(scratch.data_ptr()) + request * scratch.stride(0);
+        const long cached = lengths[request];
+        std::vector<long> line(rows);  // tokens of the tree that a row's mask has
+        for (long place = 0; place < rows; place++)
+            for (long word = 0; word < words; word++)
+                line[place] += std::popcount(static_cast<unsigned>(bits[(request * rows + place) * words + word]));
+        // Only a window hides anything of the cache, and what all of them hide is left out, block by block.
+        const long least = *std::min_element(line.begin(), line.end());
+        const long first = window ? std::clamp((cached + least - window) / block_size * block_size, 0l, cached) : 0;
+        const long paged = window ? cached - first : 0, all = paged + seen;
+        hidden[request].resize(rows * all);
         for (long place = 0; place < rows; place++) {
             const long index = request * rows + place, to = length - rows + place + has_shared;
             const long row = has_shared && place == rows - 1 ? 0 : to;
@@ -506,17 +543,25 @@ void attend_level(
                     std::memcpy(own + (2 * row + half) * width + head * scratch.size(4),
                                 start + head * from->stride(1), 4 * scratch.size(4));
             }
-            for (long column = 0; column < seen; column++)
-                hidden[index * seen + column] = bits[index * words + column / 32] >> column % 32 & 1 ? 0 : -INFINITY;
+            float *mask = hidden[request].data() + place * all;
+            for (long key = 0; key < paged; key++)
+                mask[key] = first + key >= cached + line[place] - window ? 0 : -INFINITY;
+            for (long column = 0, left = line[place]; column < seen; column++) {
+                const bool has = bits[index * words + column / 32] >> column % 32 & 1;
+                left -= has;
+                mask[paged + column] = has && (!window || left < window) ? 0 : -INFINITY;
+            }
         }
         Attention &call = calls[request];
         call.rows = rows;
         call.query += request * rows * call.query_row;
         call.output += request * rows * call.output_row;
         call.blocks = static_cast<const int *>(block_table.data_ptr()) + request * block_table.stride(0);
-        call.hidden = hidden.data() + request * rows * seen;
-        call.num_hidden = call.hidden_row = call.tail = seen;
-        call.num_keys = lengths[request] + seen;
+        call.blocks += first / block_size;
+        call.hidden = hidden[request].data();
+        call.num_hidden = call.hidden_row = all;
+        call.tail = seen;
+        call.num_keys = cached - first + seen;
         call.scratch = own;
     }
     if (requests) Attentions{calls}.run();
@@ -568,13 +613,13 @@ STABLE_TORCH_LIBRARY(crossspec_cpu_lane, m) {
     m.def("pack(Tensor weight) -> Tensor");
     m.def("linear(Tensor x, Tensor packed, int outputs, Tensor? bias) -> Tensor");
     m.def(
-        "attend(Tensor query, Tensor kv_cache, Tensor blocks, int num_keys, Tensor hidden, float scale, "
-        "Tensor(a!) output) -> ()"
+        "attend(Tensor query, Tensor kv_cache, Tensor blocks, int num_keys, Tensor hidden, float scale, float soft_cap, "
+        "Tensor? sinks, Tensor(a!) output) -> ()"
     );
     m.def(
         "attend_level(Tensor query, Tensor key, Tensor value, Tensor kv_cache, Tensor block_table, Tensor seq_lens, "
         "Tensor(a!) scratch, Tensor masks, int requests, int rows, int length, bool has_shared, float scale, "
-        "Tensor(b!) output) -> ()"
+        "int window, float soft_cap, Tensor? sinks, Tensor(b!) output) -> ()"
     );
     m.def("top(Tensor logits, int k) -> (Tensor, Tensor)");
 }

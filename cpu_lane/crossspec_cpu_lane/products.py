@@ -25,8 +25,8 @@ def load() -> None:
 
     `pack(weight)`: weights of [outputs, inputs] as `linear` reads them, 1D. `linear(x, packed, outputs, bias)`: x of
     [..., inputs] times the transposed weights plus the bias, of [..., outputs]. `attend(query, kv_cache, blocks,
-    num_keys, hidden, scale, output)`: rows of a draft tree over the paged cache; `attend_level`: those of a level of a
-    drafter's trees, whose earlier rows lie in a scratch. `top(logits, k)`: the largest of each row, as
+    num_keys, hidden, scale, soft_cap, sinks, output)`: rows of a draft tree over the paged cache; `attend_level`: those
+    of a level of a drafter's trees, whose earlier rows lie in a scratch. `top(logits, k)`: the largest of each row, as
     log-probabilities, and where they are. All in float32; `products.cpp` has the shapes.
 
     Raises:

@@ -54,24 +54,25 @@ def make_kv_layers(caches: Sequence[tuple[torch.Tensor, int]]) -> KVLayers:
 
     Args:
         caches: (cache [blocks, heads, block_size, content], KV cache group) of every layer; ``content`` is K beside
-            V, contiguous, or the one of two where they lie apart.
+            V, contiguous, or the one of two where they lie apart. Groups have blocks of their own, and may have them in
+            the same memory; layers of one group that lie there are one.
 
     Raises:
         ValueError: a cache is not laid out in whole words, or layers differ in heads, block size or content.
     """
-    distinct = {cache.data_ptr(): (cache, group) for cache, group in caches}
+    distinct = {(cache.data_ptr(), group): cache for cache, group in caches}
     if not distinct:
         raise ValueError("the target has no attention layer whose KV cache could hold a draft tree")
-    shapes = {(*cache.shape[1:], cache.element_size()) for cache, _ in distinct.values()}
+    shapes = {(*cache.shape[1:], cache.element_size()) for cache in distinct.values()}
     if len(shapes) > 1:
         raise ValueError(
             "draft trees need all layers of the target to have the same KV heads, block size and head size; found "
             f"(heads, block size, content, bytes) {sorted(shapes)}"
         )
-    is_strided = any(cache.stride(3) != 1 for cache, _ in distinct.values())
+    is_strided = any(cache.stride(3) != 1 for cache in distinct.values())
     size = caches[0][0].element_size() if is_strided else 4
     rows, alignment = [], 4
-    for pointer, (cache, group) in distinct.items():
+    for (pointer, group), cache in distinct.items():
         numbers = [*cache.stride()[:3], cache.shape[3]]
         if any(n * cache.element_size() % size for n in numbers) or pointer % size:
             raise ValueError(f"a KV cache with strides {cache.stride()} of {cache.dtype} is not made of whole words")

@@ -3,7 +3,7 @@
 import torch
 
 from vllm_crossspec.contemplate.layout import verified_nodes
-from vllm_crossspec.verify.tail_attention import DenseTail, PagedTail, soft_words
+from vllm_crossspec.verify.tail_attention import DenseTail, PagedTail, Softmax, soft_words
 
 
 def prepare_rows(
@@ -135,7 +135,7 @@ def tail_attention(
     tail: PagedTail | DenseTail,
     query_start_loc: torch.Tensor,
     row_mask: torch.Tensor,
-    scale: float,
+    softmax: Softmax,
     num_reqs: int,
     max_query_len: int,
     soft: torch.Tensor | None = None,
@@ -145,16 +145,20 @@ def tail_attention(
     for request in range(num_reqs):
         first, last = query_start_loc[request : request + 2].tolist()
         keys, values = _tail_of(tail, request, last - first)
-        if not keys.shape[0] or first == last:
+        if not (keys.shape[0] or softmax.sinks is not None) or first == last:
             continue
-        seen = unpack_bits(row_mask[first:last, :num_words])[:, : keys.shape[0]]
+        seen = in_window(unpack_bits(row_mask[first:last, :num_words]), softmax.window)[:, : keys.shape[0]]
         if soft is not None:
             keys, values = (torch.cat([x, y.transpose(0, 1)]) for x, y in zip((keys, values), soft, strict=True))
             seen = torch.cat([seen, unpack_bits(row_mask[first:last, num_words:])[:, : soft.shape[2]]], dim=1)
         group = query.shape[1] // keys.shape[1]
         keys, values = (x.float().repeat_interleave(group, 1) for x in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), keys) * scale
-        scores = scores.masked_fill(~seen, float("-inf"))
+        scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), keys) * softmax.scale
+        scores = cap(scores, softmax.soft_cap).masked_fill(~seen, float("-inf"))
+        if softmax.sinks is not None:
+            sinks = softmax.sinks.float()[:, None, None].expand(-1, last - first, 1)
+            scores = torch.cat([scores, sinks], dim=-1)
+            values = torch.cat([values, values.new_zeros(1, *values.shape[1:])])
         prefix = lse[:, first:last].float()
         prefix = torch.where(prefix.isinf(), float("-inf"), prefix)
         both = torch.cat([prefix[..., None], scores], -1)
@@ -162,6 +166,51 @@ def tail_attention(
         before = torch.where(prefix.isinf().T[..., None], 0.0, out[first:last].float())
         merged = before * weights[..., 0].T[..., None] + torch.einsum("hqk,khd->qhd", weights[..., 1:], values)
         out[first:last] = merged.to(out.dtype)
+
+
+def in_window(seen: torch.Tensor, window: int) -> torch.Tensor:
+    """Bools [rows, keys] that say of each row's line what it sees: with a window, the last ones of it."""
+    if not window:
+        return seen
+    behind = seen.sum(1, keepdim=True) - seen.cumsum(1)
+    return seen & (behind < window)
+
+
+def cap(scores: torch.Tensor, soft_cap: float) -> torch.Tensor:
+    """Scores after a layer's soft cap; 0: as they are."""
+    return soft_cap * torch.tanh(scores / soft_cap) if soft_cap else scores
+
+
+def window_attention(
+    *,
+    query: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    prefix: PagedTail,
+    query_start_loc: torch.Tensor,
+    row_mask: torch.Tensor,
+    softmax: Softmax,
+    num_reqs: int,
+    max_query_len: int,
+    tails_in_cache: bool = True,
+) -> None:
+    """See :func:`vllm_crossspec.verify.window_attention.window_attention`."""
+    block_size = prefix.cache.shape[2]
+    for request in range(num_reqs):
+        first, last = query_start_loc[request : request + 2].tolist()
+        length = int(prefix.prefix_len[request])
+        has_tail = not tails_in_cache or int(prefix.seq_lens[request]) > length
+        for row in range(first, last):
+            seen = int(unpack_bits(row_mask[row]).sum()) if has_tail else 0
+            begin = min(max(length + seen - softmax.window, 0), length)
+            key = torch.arange(begin, length, device=query.device)
+            blocks = prefix.block_table[request, key // block_size].long()
+            keys, values = prefix.cache[blocks, :, key % block_size].float().chunk(2, -1)
+            group = query.shape[1] // keys.shape[1]
+            keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+            scores = cap(torch.einsum("hd,khd->hk", query[row].float(), keys) * softmax.scale, softmax.soft_cap)
+            lse[:, row] = scores.logsumexp(-1)
+            out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), values).to(out.dtype)
 
 
 def _tail_of(tail: PagedTail | DenseTail, request: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,6 +4,10 @@ A fast backend attends to each request's prefix without a mask and leaves its ou
 the prefix is short, and every query row sees its own subset of it. Keys of the tail come from the paged KV cache (a
 target that verifies a tree) or from a dense scratch (an autoregressive drafter that grows one).
 
+A layer may have a sliding window: a row sees the last ``window`` tokens of its own line, itself included, its ancestors
+being the nearest. It may have sinks, a logit a head that takes its share of every softmax and has no value: they join
+here, once, whatever the prefix was attended by. And it may cap its logits.
+
 Some rows may see learned keys and values in front of everything else, which lie in no cache: ConFu's soft prompts (Qin
 et al. 2026, section 3.1). The softmax goes on over them as it does over the tail.
 
@@ -39,6 +43,22 @@ class PagedTail(NamedTuple):
     seq_lens: torch.Tensor
 
 
+class Softmax(NamedTuple):
+    """How a layer's scores become the weights of its values.
+
+    Attributes:
+        scale: factor of the scores.
+        window: how many tokens a row sees, itself included; 0: all.
+        soft_cap: c of c tanh(score / c), which takes the score's place; 0: none.
+        sinks: [Hq] a logit of each head that has no value; None: there are none.
+    """
+
+    scale: float
+    window: int = 0
+    soft_cap: float = 0.0
+    sinks: torch.Tensor | None = None
+
+
 class DenseTail(NamedTuple):
     """A tail in a scratch of its own.
 
@@ -70,7 +90,26 @@ def _seen_bits(
 
 
 @triton.jit
-def _continue_softmax(
+def count_seen(
+    mask_row,  # pointers [BLOCK_M] to int32 words
+    present,
+    num_words,
+):
+    """How many rows of the tail each row sees, int32 [BLOCK_M]: its depth and one more."""
+    count = present.to(tl.int32) * 0
+    for word in tl.range(0, num_words):
+        bits = tl.load(mask_row + word, mask=present, other=0)
+        # The bits of every two, four and eight places are added up, then the four bytes; signs are masked away.
+        bits = bits - ((bits >> 1) & 0x55555555)
+        bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+        bits = (bits + (bits >> 4)) & 0x0F0F0F0F
+        bits += bits >> 8
+        count += (bits + (bits >> 16)) & 0x3F
+    return count
+
+
+@triton.jit
+def continue_softmax(
     query,  # [BLOCK_M, HEAD_P2]
     k,  # [BLOCK_N, HEAD_P2]
     v,  # [BLOCK_N, HEAD_P2]
@@ -79,12 +118,19 @@ def _continue_softmax(
     maximum,  # float32 [BLOCK_M]
     total,  # float32 [BLOCK_M]
     accumulator,  # float32 [BLOCK_M, HEAD_P2]
+    SOFT_CAP: tl.constexpr,
     PRECISION: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
     """One block of keys more: the running maximum, the sum of the weights and the weighted values after it."""
     scores = tl.dot(query.to(OPERAND), tl.trans(k.to(query.dtype).to(OPERAND)), input_precision=PRECISION)
     scores *= scale_log2
+    if SOFT_CAP > 0:
+        # tanh(x) by e^(-2 |x|), which cannot overflow; scores are in powers of two, and so is the cap.
+        cap: tl.constexpr = SOFT_CAP * LOG2_E
+        small = tl.exp2(tl.abs(scores) * (-2.0 / SOFT_CAP))
+        capped = cap * (1.0 - small) / (1.0 + small)
+        scores = tl.where(scores < 0, -capped, capped)
     scores = tl.where(seen, scores, float("-inf"))
     new_maximum = tl.maximum(maximum, tl.max(scores, axis=1))
     # A row that has seen nothing yet keeps -inf, and -inf - -inf is no number.
@@ -126,6 +172,7 @@ def _tail_attention_kernel(
     start_ptr,  # int32 [R] prefix lengths; unused if dense
     end_ptr,  # int32 [R] sequence lengths; dense: int32 [1]
     soft_ptr,  # [2, kv_heads, SOFT, D], contiguous; None if SOFT is 0
+    sinks_ptr,  # [Hq]; None if not HAS_SINKS
     scale_log2,
     PAGED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -136,6 +183,9 @@ def _tail_attention_kernel(
     BLOCK_N: tl.constexpr,
     SOFT: tl.constexpr,
     SOFT_N: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFT_CAP: tl.constexpr,
+    HAS_SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     OPERAND: tl.constexpr,
 ):
@@ -156,7 +206,8 @@ def _tail_attention_kernel(
         length = tl.minimum(tl.minimum(tl.load(end_ptr), num_blocks), 32 * num_words)
         keys = length
         base = cache_ptr + request.to(tl.int64) * cache_block_stride + kv_head.to(tl.int64) * cache_head_stride
-    if (length > 0) & (tile < num_rows * GROUP):
+    # A request without a tail has had its softmax, but for the sinks.
+    if (HAS_SINKS or length > 0) & (tile < num_rows * GROUP):
         m = tile + tl.arange(0, BLOCK_M)
         present = m < num_rows * GROUP
         row = (first + m // GROUP).to(tl.int64)
@@ -177,7 +228,16 @@ def _tail_attention_kernel(
         # An empty prefix's output may be anything, NaN included.
         accumulator = tl.load(target, mask=element, other=0.0).to(tl.float32)
         accumulator = tl.where(has_prefix[:, None], accumulator, 0.0)
+        if HAS_SINKS:
+            sink = tl.load(sinks_ptr + head, mask=present, other=0.0).to(tl.float32) * LOG2_E
+            with_sink = tl.maximum(maximum, sink)
+            decay = tl.exp2(maximum - with_sink)
+            total = total * decay + tl.exp2(sink - with_sink)
+            accumulator = accumulator * decay[:, None]
+            maximum = with_sink
         mask_row = row_mask_ptr + row * row_mask_stride
+        if WINDOW > 0:
+            ahead = count_seen(mask_row, present, num_words)
 
         for key_start in tl.range(0, keys, BLOCK_N):
             key = key_start + tl.arange(0, BLOCK_N)
@@ -198,7 +258,12 @@ def _tail_attention_kernel(
             v = tl.load(address + cache_value_offset, mask=wanted, other=0.0)
 
             seen = _seen_bits(mask_row, present, key, key_start, num_words, BLOCK_N)
-            maximum, total, accumulator = _continue_softmax(
+            if WINDOW > 0:
+                # What a row sees is a line, from the root on: a key is as far away as there are bits behind its own.
+                distance = ahead[:, None] - tl.cumsum(seen, axis=1)
+                ahead -= tl.sum(seen, axis=1)
+                seen = tl.where(distance < WINDOW, seen, 0)
+            maximum, total, accumulator = continue_softmax(
                 query,
                 k,
                 v,
@@ -207,6 +272,7 @@ def _tail_attention_kernel(
                 maximum,
                 total,
                 accumulator,
+                SOFT_CAP,
                 PRECISION,
                 OPERAND,
             )
@@ -220,7 +286,7 @@ def _tail_attention_kernel(
                 # The values lie behind the keys of all heads.
                 v = tl.load(address + tl.num_programs(1).to(tl.int64) * SOFT * HEAD, mask=wanted, other=0.0)
                 seen = _seen_bits(mask_row + num_words, present, prompt, soft_start, tl.cdiv(SOFT, 32), SOFT_N)
-                maximum, total, accumulator = _continue_softmax(
+                maximum, total, accumulator = continue_softmax(
                     query,
                     k,
                     v,
@@ -229,6 +295,7 @@ def _tail_attention_kernel(
                     maximum,
                     total,
                     accumulator,
+                    SOFT_CAP,
                     PRECISION,
                     OPERAND,
                 )
@@ -246,15 +313,16 @@ def tail_attention(
     tail: PagedTail | DenseTail,
     query_start_loc: torch.Tensor,
     row_mask: torch.Tensor,
-    scale: float,
+    softmax: Softmax,
     num_reqs: int,
     max_query_len: int,
     soft: torch.Tensor | None = None,
 ) -> None:
     """Merge masked attention over each request's tail into the prefix pass's output, in place; one launch.
 
-    Requests whose tail is empty are left untouched. Nothing is allocated and the lengths stay on the device, so that
-    a CUDA graph can hold the launch; stale lengths and block tables of its dummy replays read nothing out of bounds.
+    Requests whose tail is empty are left untouched, but for the sinks. Nothing is allocated and the lengths stay on the
+    device, so that a CUDA graph can hold the launch; stale lengths and block tables of its dummy replays read nothing
+    out of bounds.
 
     Args:
         query: [rows, Hq, head_size], head_size contiguous.
@@ -266,7 +334,7 @@ def tail_attention(
         row_mask: int32 [at least rows, W], for tails of at most 32 * W rows: bit j % 32 of word j // 32 says that the
             query row sees row j of the tail. With ``soft`` it has ceil(s / 32) words more at its end, whose bits say
             which soft prompts the row sees.
-        scale: factor of the scores.
+        softmax: of the layer; the prefix pass was its, too, but for the sinks. Soft prompts stand in no window.
         num_reqs: requests to look at.
         max_query_len: most query rows of a request.
         soft: [2, kv_heads, s, head_size] keys (0, as after rotation) and values (1) of soft prompts, contiguous; for a
@@ -290,11 +358,9 @@ def tail_attention(
     assert query.stride(2) == out.stride(2) == cache.stride(-1) == 1
     assert row_mask.stride(1) == 1 and num_words > 0
     assert soft is None or (paged and soft.is_contiguous() and soft.shape == (2, kv_heads, num_soft, head_size))
+    assert softmax.sinks is None or softmax.sinks.is_contiguous()
     tile_rows = max_query_len * group
-    # Float32 has no tensor cores at full precision, and its tiles would not fit into registers.
-    exact = query.dtype == torch.float32
-    block_n = 32 if exact or tail_rows <= 32 else 64
-    block_m = min(16 if exact else 64, max(16, triton.next_power_of_2(tile_rows)))
+    block_m, block_n = tile_sizes(query.dtype, tile_rows, tail_rows)
     _tail_attention_kernel[(num_reqs, kv_heads, triton.cdiv(tile_rows, block_m))](
         query,
         query.stride(0),
@@ -318,7 +384,8 @@ def tail_attention(
         start,
         end,
         soft,
-        scale * LOG2_E.value,
+        softmax.sinks,
+        softmax.scale * LOG2_E.value,
         PAGED=paged,
         BLOCK_SIZE=block_size,
         GROUP=group,
@@ -328,11 +395,22 @@ def tail_attention(
         BLOCK_N=block_n,
         SOFT=num_soft,
         SOFT_N=min(block_n, max(16, triton.next_power_of_2(num_soft))),
-        PRECISION="ieee" if exact else "tf32",
+        # No line is longer than the tail has rows: a window of so many hides none of them.
+        WINDOW=softmax.window if softmax.window < tail_rows else 0,
+        SOFT_CAP=softmax.soft_cap,
+        HAS_SINKS=softmax.sinks is not None,
+        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
         OPERAND=operand_type(query.dtype),
         num_warps=4,
         num_stages=2,
     )
+
+
+def tile_sizes(dtype: torch.dtype, num_rows: int, num_keys: int) -> tuple[int, int]:
+    """Rows and keys of a program's tile; float32 has no tensor cores at full precision, and needs more registers."""
+    exact = dtype == torch.float32
+    rows = min(16 if exact else 64, max(16, triton.next_power_of_2(num_rows)))
+    return rows, 32 if exact or num_keys <= 32 else 64
 
 
 def soft_words(num_soft: int) -> int:

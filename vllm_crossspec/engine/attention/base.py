@@ -7,6 +7,15 @@ A *tail* is the last rows of a request, of which each sees the dense part before
 those whose bits its mask holds (itself and its ancestors). Every layer's attention is then the softmax over the dense
 part, continued over the tail.
 
+With a sliding window a row sees the last tokens of its own line: a row at depth d of the tail stands d tokens behind
+its root, wherever its slot is, so that rows of different depth see different beginnings of the dense part.
+
+What such a tail sees is there. vLLM frees the blocks behind a group's window, of a request with P tokens those of
+tokens before P - window + 1, and counts in P what is verified alone: neither drafts nor steps under way. The root
+stands at P or, in a step that was planned behind others, later, so that nothing which one of its rows sees was freed.
+Drafts have slots from P on, and are moved down within them. A level of a drafter's tree stands behind all that is
+cached.
+
 A layer of the target may have ``soft_prompts``, a tensor [2, Hkv, s, Dh] of its own: keys (0, as after rotation) and
 values (1) that some rows of the tail (ConFu's contemplate rows) see in front of everything else. Which ones, the last
 ceil(s / 32) words of their masks say.
@@ -24,7 +33,8 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from vllm_crossspec.verify.tail_attention import DenseTail, PagedTail, tail_attention
+from vllm_crossspec.verify.tail_attention import DenseTail, PagedTail, Softmax, tail_attention
+from vllm_crossspec.verify.window_attention import window_attention
 
 _CPU_BACKEND = "vllm_crossspec.engine.attention.cpu.TreeCpuBackend"
 _CUDA_BACKEND = "vllm_crossspec.engine.attention.flash.TreeFlashBackend"
@@ -115,6 +125,47 @@ def soft_prompts_of(layer: Any) -> torch.Tensor | None:
     return getattr(layer, "soft_prompts", None)
 
 
+def softmax_of(impl: Any) -> Softmax:
+    """What a layer's attention is made of; backends write a window as its size or as what lies on either side."""
+    window = impl.sliding_window
+    if isinstance(window, tuple):
+        window = window[0] + 1
+    return Softmax(impl.scale, max(window or 0, 0), float(impl.logits_soft_cap or 0.0), getattr(impl, "sinks", None))
+
+
+def attend_window(
+    query: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    kv_cache: torch.Tensor,
+    metadata: Any,
+    tail: TargetTail | DraftTail,
+    num_reqs: int,
+    softmax: Softmax,
+) -> None:
+    """The prefix pass of a layer with a sliding window; arguments as of :func:`merge_target_tail`.
+
+    Args:
+        out: written.
+        lse: written.
+        tail: of the step, or of a drafter's level, whose prefix is all of the cache.
+    """
+    is_level = isinstance(tail, DraftTail)
+    dense = metadata.seq_lens if isinstance(tail, DraftTail) else tail.prefix_len
+    window_attention(
+        query=query,
+        out=out,
+        lse=lse,
+        prefix=PagedTail(kv_cache, metadata.block_table, dense, metadata.seq_lens),
+        query_start_loc=metadata.query_start_loc,
+        row_mask=tail.row_mask,
+        softmax=softmax,
+        num_reqs=num_reqs,
+        max_query_len=tail.queries_per_req if isinstance(tail, DraftTail) else tail.max_query_len,
+        tails_in_cache=not is_level,
+    )
+
+
 def merge_target_tail(
     query: torch.Tensor,
     out: torch.Tensor,
@@ -123,7 +174,7 @@ def merge_target_tail(
     metadata: Any,
     tail: TargetTail,
     num_reqs: int,
-    scale: float,
+    softmax: Softmax,
     soft: torch.Tensor | None = None,
 ) -> None:
     """Continue the softmax of the prefix pass over the target's tail, in place.
@@ -136,7 +187,7 @@ def merge_target_tail(
         metadata: of the step: block table, lengths, query boundaries.
         tail: of the step.
         num_reqs: leading requests to work on.
-        scale: of the logits.
+        softmax: of the layer.
         soft: [2, Hkv, s, Dh] the layer's soft prompts; None where it has none.
     """
     tail_attention(
@@ -146,7 +197,7 @@ def merge_target_tail(
         tail=PagedTail(kv_cache, metadata.block_table, tail.prefix_len, metadata.seq_lens),
         query_start_loc=metadata.query_start_loc,
         row_mask=tail.row_mask,
-        scale=scale,
+        softmax=softmax,
         num_reqs=num_reqs,
         max_query_len=tail.max_query_len,
         soft=soft,
@@ -154,7 +205,7 @@ def merge_target_tail(
 
 
 def merge_draft_tail(
-    query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, metadata: Any, tail: DraftTail, scale: float
+    query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, metadata: Any, tail: DraftTail, softmax: Softmax
 ) -> None:
     """Continue the softmax over the paged cache over one level's tree, in place; arguments as above."""
     tail_attention(
@@ -164,7 +215,7 @@ def merge_draft_tail(
         tail=DenseTail(tail.scratch, tail.length),
         query_start_loc=metadata.query_start_loc,
         row_mask=tail.row_mask,
-        scale=scale,
+        softmax=softmax,
         num_reqs=tail.num_reqs,
         max_query_len=tail.queries_per_req,
     )
@@ -248,6 +299,10 @@ def check_backends(vllm_config: VllmConfig, draft_layers: Iterable[str] = ()) ->
 
 
 def _backend_problem(layer: AttentionLayerBase) -> str | None:
+    if getattr(layer, "attention_chunk_size", None):
+        return "it attends within chunks of the context; use a target without it"
+    if soft_prompts_of(layer) is not None and softmax_of(layer.impl).window:
+        return "it has soft prompts and a sliding window, which ends before them; use a target without it"
     if getattr(getattr(layer, "impl", None), "reads_trees", False):
         return None
     found, wanted = layer.get_attn_backend().get_name(), _override()[0].name
@@ -262,15 +317,8 @@ def unsupported_feature(impl: Any) -> str | None:
     """
     if is_quantized_kv_cache(impl.kv_cache_dtype):
         return f"its KV cache is {impl.kv_cache_dtype}; set kv_cache_dtype to auto"
-    other = "use a target without it"
-    if impl.sliding_window not in (None, -1, (-1, -1)):
-        return f"it has a sliding window; {other}"
     if impl.alibi_slopes is not None:
-        return f"it has ALiBi slopes; {other}"
-    if impl.logits_soft_cap:
-        return f"it caps its logits; {other}"
-    if getattr(impl, "sinks", None) is not None:
-        return f"it has attention sinks; {other}"
+        return "it has ALiBi slopes; use a target without it"
     if impl.attn_type != AttentionType.DECODER:
         return "it is not a decoder's self-attention; use a decoder-only target"
     if getattr(impl, "fa4_hd256", False):

@@ -29,13 +29,14 @@ from vllm_crossspec.engine.attention.base import (
     TargetTail,
     serves_target,
     soft_prompts_of,
+    softmax_of,
     tail_of_step,
     unsupported_feature,
 )
 from vllm_crossspec.engine.attention.scratch import write_level_naive
 from vllm_crossspec.engine.cpu_products import lane_ops
-from vllm_crossspec.verify.naive import unpack_bits
-from vllm_crossspec.verify.tail_attention import soft_words
+from vllm_crossspec.verify.naive import cap, in_window, unpack_bits
+from vllm_crossspec.verify.tail_attention import Softmax, soft_words
 
 
 class TreeCpuBackend(AttentionBackend):
@@ -72,7 +73,7 @@ class TreeCpuBackend(AttentionBackend):
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
-        """For drafters; a target with a window is refused by ``base.check_backends``."""
+        """As vLLM's."""
         return True
 
     @staticmethod
@@ -101,13 +102,15 @@ class _Part(NamedTuple):
     Attributes:
         rows: of the batch.
         request: whose rows they are.
-        num_keys: leading tokens of the request whose keys are read.
+        first_key: of the request's tokens whose keys are read, the first of a block.
+        num_keys: of those tokens.
         hidden: float32 [rows, m] added to the logits of the last m keys, 0 or -inf.
         sees_prompts: whether the soft prompts of the layer lie behind the keys.
     """
 
     rows: slice
     request: _Request
+    first_key: int
     num_keys: int
     hidden: torch.Tensor
     sees_prompts: bool
@@ -130,12 +133,12 @@ class _Reused:
     """What does not change between the target's layers of a step.
 
     Attributes:
-        rows: of the layers, by the number of their soft prompts.
-        schedules: of vLLM's kernel, by the number of the layers' heads.
+        rows: of the layers, by the number of their soft prompts and by their window.
+        schedules: of vLLM's kernel, by the number of the layers' heads and by their window.
     """
 
-    rows: dict[int, _Rows] = field(default_factory=dict)
-    schedules: dict[int, torch.Tensor] = field(default_factory=dict)
+    rows: dict[tuple[int, int], _Rows] = field(default_factory=dict)
+    schedules: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -215,17 +218,15 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
     ) -> None:
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.alibi_slopes, self.logits_soft_cap, self.sinks = alibi_slopes, logits_soft_cap, sinks
+        self.alibi_slopes, self.logits_soft_cap, self.sinks = alibi_slopes, logits_soft_cap or 0.0, sinks
         self.kv_cache_dtype, self.attn_type = kv_cache_dtype, attn_type
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        # A window is known here, but not in a tail; the others are not known at all.
-        self.sliding_window: int | None = None
+        self.sliding_window = sliding_window
         problem = unsupported_feature(self)
         if problem:
             raise ValueError(
                 f'draft trees cannot run on this attention: {problem}, or leave "tree" out of the speculative_config'
             )
-        self.sliding_window = sliding_window
         # Keys lie by dimension for both; "vec" takes heads of whole 32s.
         self.isa = "vec" if head_size % 32 == 0 else "vec16"
 
@@ -292,31 +293,37 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         if tail is None:
             self._attend_all(query, kv_cache, attn_metadata, schedules, output)
             return output
-        soft, reused = soft_prompts_of(layer), attn_metadata.reused.rows
-        num_soft = 0 if soft is None else soft.shape[2]
-        if num_soft not in reused:
-            reused[num_soft] = _rows_of(attn_metadata, tail, num_soft)
-        if reused[num_soft].others:
+        soft, softmax = soft_prompts_of(layer), softmax_of(self)
+        kind = 0 if soft is None else soft.shape[2], softmax.window
+        if kind not in attn_metadata.reused.rows:
+            attn_metadata.reused.rows[kind] = _rows_of(attn_metadata, tail, kv_cache.shape[2], *kind)
+        rows = attn_metadata.reused.rows[kind]
+        if rows.others:
             self._attend_all(query, kv_cache, attn_metadata, schedules, output)
         lane = _lane_for(query, kv_cache)
-        for part in reused[num_soft].parts:
+        for part in rows.parts:
             if lane is not None and not part.sees_prompts:
-                mine, to = query[part.rows], output[part.rows]
-                lane.attend(mine, kv_cache, part.request.line, part.num_keys, part.hidden, self.scale, to)
+                mine, line = query[part.rows], part.request.line[part.first_key // kv_cache.shape[2] :]
+                sizes = (self.scale, softmax.soft_cap, self._lane_sinks())
+                lane.attend(mine, kv_cache, line, part.num_keys, part.hidden, *sizes, output[part.rows])
                 continue
-            spans = _spans(kv_cache, part.request, part.num_keys)
+            spans = _spans(kv_cache, part.request, part.num_keys, part.first_key)
             if part.sees_prompts:
                 assert soft is not None
                 spans.append((soft[0].transpose(1, 2), soft[1]))
-            output[part.rows] = attend(query[part.rows], spans, part.hidden, self.scale)
+            output[part.rows] = attend(query[part.rows], spans, part.hidden, softmax)
         return output
+
+    def _lane_sinks(self) -> torch.Tensor | None:
+        """The layer's sinks as the CPU lane takes them."""
+        return None if self.sinks is None else self.sinks.float().contiguous()
 
     def _attend_all(
         self,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: TreeCpuMetadata,
-        schedules: dict[int, torch.Tensor],
+        schedules: dict[tuple[int, int], torch.Tensor],
         output: torch.Tensor,
     ) -> None:
         """vLLM's kernel, for all rows."""
@@ -325,8 +332,9 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         is_causal = by_request is None and bool(causal)
         bounds, lengths = metadata.query_start_loc[: num_reqs + 1], metadata.seq_lens[:num_reqs]
         window = -1 if self.sliding_window is None else self.sliding_window
-        if self.num_heads not in schedules:
-            schedules[self.num_heads] = ops.cpu_attn_get_scheduler_metadata(
+        kind = (self.num_heads, window)
+        if kind not in schedules:
+            schedules[kind] = ops.cpu_attn_get_scheduler_metadata(
                 num_reqs=num_reqs,
                 num_heads=self.num_heads,
                 num_kv_heads=self.num_kv_heads,
@@ -353,9 +361,9 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             alibi_slopes=None,
             sliding_window=window,
             block_table=metadata.block_table[:num_reqs],
-            softcap=0.0,
-            scheduler_metadata=schedules[self.num_heads],
-            s_aux=None,
+            softcap=self.logits_soft_cap,
+            scheduler_metadata=schedules[kind],
+            s_aux=self.sinks if self.sinks is None or self.sinks.dtype == torch.bfloat16 else self.sinks.float(),
             dynamic_causal=by_request,
         )
 
@@ -368,7 +376,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         metadata: TreeCpuMetadata,
         output: torch.Tensor,
     ) -> None:
-        tail = metadata.draft_tail
+        tail, softmax = metadata.draft_tail, softmax_of(self)
         assert tail is not None
         length, num_rows = min(int(tail.length), tail.scratch.shape[1]), tail.queries_per_req
         lane = _lane_for(query, kv_cache, tail.scratch)
@@ -376,14 +384,17 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             table, lengths, reqs = metadata.block_table, metadata.seq_lens, tail.num_reqs
             cached, tree = (kv_cache, table, lengths), (tail.scratch, tail.row_mask)
             sizes = (reqs, num_rows, int(tail.length), tail.has_shared)
-            lane.attend_level(query, key, value, *cached, *tree, *sizes, self.scale, output)
+            form = (self.scale, softmax.window, softmax.soft_cap, self._lane_sinks())
+            lane.attend_level(query, key, value, *cached, *tree, *sizes, *form, output)
             return
         write_level_naive(key[: tail.num_reqs * num_rows], value[: tail.num_reqs * num_rows], tail)
-        hidden = hide(unpack_bits(tail.row_mask)[:, :length])
+        seen = unpack_bits(tail.row_mask)
         for request, scratch in zip(_requests(metadata)[: tail.num_reqs], tail.scratch, strict=False):
             mine, (keys, values) = request.rows, scratch[:length].unbind(1)
-            spans = [*_spans(kv_cache, request, request.length), (keys.permute(1, 2, 0), values.transpose(0, 1))]
-            output[mine] = attend(query[mine], spans, hidden[mine], self.scale)
+            first, visible = _windowed(seen[mine], length, request.length, kv_cache.shape[2], softmax.window)
+            spans = _spans(kv_cache, request, request.length - first, first)
+            spans.append((keys.permute(1, 2, 0), values.transpose(0, 1)))
+            output[mine] = attend(query[mine], spans, hide(visible), softmax)
 
 
 def _lane_for(*tensors: torch.Tensor) -> Any | None:
@@ -409,18 +420,20 @@ def _requests(metadata: TreeCpuMetadata) -> list[_Request]:
     ]
 
 
-def _rows_of(metadata: TreeCpuMetadata, tail: TargetTail, num_soft: int) -> _Rows:
+def _rows_of(metadata: TreeCpuMetadata, tail: TargetTail, block_size: int, num_soft: int, window: int) -> _Rows:
     """All rows of a batch: those of trees part by part; chains are as good as no tree."""
     requests = _requests(metadata)
     parts = []
     for request, prefix_len in zip(requests, tail.prefix_len[: tail.num_reqs].tolist(), strict=False):
         if prefix_len < request.length and request.rows.start < request.rows.stop:
-            parts += _tree_parts(request, prefix_len, tail.row_mask[request.rows], num_soft)
+            parts += _tree_parts(request, prefix_len, tail.row_mask[request.rows], block_size, num_soft, window)
     num_rows = sum(part.rows.stop - part.rows.start for part in parts)
     return _Rows(parts, others=num_rows < sum(request.rows.stop - request.rows.start for request in requests))
 
 
-def _tree_parts(request: _Request, prefix_len: int, row_mask: torch.Tensor, num_soft: int) -> list[_Part]:
+def _tree_parts(
+    request: _Request, prefix_len: int, row_mask: torch.Tensor, block_size: int, num_soft: int, window: int
+) -> list[_Part]:
     """One request with a tail: its ordinary rows, unless they are a chain, and its contemplate rows, if any.
 
     Each has a softmax of its own. What the ordinary rows of a tree are computed with ends with the last key that one of
@@ -437,20 +450,50 @@ def _tree_parts(request: _Request, prefix_len: int, row_mask: torch.Tensor, num_
             continue
         last_seen = int((seen[rows] * torch.arange(1, seen.shape[1] + 1)).max())
         num_keys = min(last_seen, request.length - prefix_len)
-        visible = seen[rows, :num_keys]
+        first_key, visible = _windowed(seen[rows], num_keys, prefix_len, block_size, window)
         if sees_prompts:
             visible = torch.cat([visible, prompts[rows, :num_soft]], dim=1)
         mine = slice(request.rows.start + rows.start, request.rows.start + rows.stop)
-        parts.append(_Part(mine, request, prefix_len + num_keys, hide(visible), sees_prompts))
+        total = prefix_len + num_keys - first_key
+        parts.append(_Part(mine, request, first_key, total, hide(visible), sees_prompts))
     return parts
 
 
-def _spans(kv_cache: torch.Tensor, request: _Request, length: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys [Hkv, Dh, n] and values [Hkv, n, Dh] of a request's first tokens, block by block, as views of the cache."""
+def _windowed(
+    seen: torch.Tensor, num_keys: int, prefix_len: int, block_size: int, window: int
+) -> tuple[int, torch.Tensor]:
+    """What a layer's window leaves of what rows see.
+
+    Args:
+        seen: bools [rows, at least num_keys] of the tail: each row's line.
+        num_keys: rows of the tail that are looked at.
+        prefix_len: tokens before the tail.
+        block_size: of the cache.
+        window: 0 for a layer without.
+
+    Returns:
+        The first token whose key has to be read, the first of a block, and bools [rows, m] for the last m keys: all
+        from there on, or, without a window, the tail's.
+    """
+    if not window:
+        return 0, seen[:, :num_keys]
+    begin = prefix_len + seen.sum(1) - window  # of a row's window
+    first = max(int(begin.min()), 0) // block_size * block_size
+    # With a tail in a scratch all of the prefix may lie behind the windows; the prefix then ends with a whole block.
+    first = min(first, prefix_len)
+    prefix = torch.arange(first, prefix_len) >= begin[:, None]
+    return first, torch.cat([prefix, in_window(seen, window)[:, :num_keys]], dim=1)
+
+
+def _spans(
+    kv_cache: torch.Tensor, request: _Request, length: int, first_key: int = 0
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys [Hkv, Dh, n] and values [Hkv, n, Dh] of ``length`` tokens from a block's first one on, block by block."""
     _, num_heads, block_size, width = kv_cache.shape
     block_stride, head_stride = kv_cache.stride()[:2]
     head_size, first, spans = width // 2, kv_cache.storage_offset(), []
-    for start, block in zip(range(0, length, block_size), request.blocks, strict=False):
+    blocks = request.blocks[first_key // block_size :]
+    for start, block in zip(range(0, length, block_size), blocks, strict=False):
         place, num_keys = first + block * block_stride, min(block_size, length - start)
         keys = kv_cache.as_strided((num_heads, head_size, num_keys), (head_stride, block_size, 1), place)
         place += block_size * head_size
@@ -463,7 +506,7 @@ def attend(
     query: torch.Tensor,
     spans: list[tuple[torch.Tensor, torch.Tensor]],
     hidden: torch.Tensor,
-    scale: float,
+    softmax: Softmax,
 ) -> torch.Tensor:
     """Grouped-query attention of one request in float32; the query heads of a KV head are rows of one product.
 
@@ -471,7 +514,7 @@ def attend(
         query: [rows, Hq, Dh].
         spans: the keys [Hkv, Dh, n] and values [Hkv, n, Dh] that are read, one behind the other; maybe none.
         hidden: float32 [rows, m] added to the logits of the last m keys, 0 or -inf.
-        scale: of the logits.
+        softmax: of the layer; ``hidden`` knows its window.
 
     Returns:
         The output [rows, Hq, Dh] in float32, zeros where there is no key.
@@ -480,13 +523,17 @@ def attend(
         return torch.zeros_like(query, dtype=torch.float32)
     (num_rows, num_heads, head_size), num_kv_heads = query.shape, spans[0][0].shape[0]
     # One pass over the query, into the order that the products want.
-    grouped = torch.mul(query.float().transpose(0, 1), scale, out=torch.empty(num_heads, num_rows, head_size))
+    grouped = torch.mul(query.float().transpose(0, 1), softmax.scale, out=torch.empty(num_heads, num_rows, head_size))
     grouped = grouped.view(num_kv_heads, -1, head_size)
     each = [torch.bmm(grouped, keys.float()) for keys, _ in spans]
     logits = each[0] if len(each) == 1 else torch.cat(each, dim=-1)
     num_keys, num_hidden = logits.shape[-1], hidden.shape[1]
+    logits = cap(logits, softmax.soft_cap)
     logits.view(num_heads, num_rows, num_keys)[..., num_keys - num_hidden :] += hidden
-    shares = torch.softmax(logits, dim=-1).split([values.shape[1] for _, values in spans], dim=-1)
+    if softmax.sinks is not None:
+        sinks = softmax.sinks.float()[:, None].expand(-1, num_rows).reshape(*logits.shape[:2], 1)
+        logits = torch.cat([logits, sinks], dim=-1)
+    shares = torch.softmax(logits, dim=-1)[..., :num_keys].split([values.shape[1] for _, values in spans], dim=-1)
     out = torch.bmm(shares[0], spans[0][1].float())
     for share, (_, values) in zip(shares[1:], spans[1:], strict=True):
         out.baddbmm_(share, values.float())

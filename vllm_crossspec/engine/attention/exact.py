@@ -5,6 +5,8 @@ vLLM's own choice for float32, its Triton attention, multiplies in TF32 unless `
 
 import torch
 
+from vllm_crossspec.verify.tail_attention import Softmax
+
 
 def exact_attention(
     *,
@@ -17,7 +19,7 @@ def exact_attention(
     block_table: torch.Tensor,
     max_query_len: int,
     max_length: int,
-    scale: float,
+    softmax: Softmax,
     causal: bool,
 ) -> torch.Tensor:
     """Attend to a paged cache as FlashAttention's function of ragged batches does; a CUDA graph can hold it.
@@ -34,7 +36,7 @@ def exact_attention(
         block_table: int32 [R, max_blocks]; what is out of range is not trusted with an address.
         max_query_len: most rows of a request.
         max_length: most keys of a request.
-        scale: factor of the scores.
+        softmax: of the layer; of a window without a causal mask a row sees as much behind itself as before.
         causal: whether a request's last row sees all its keys, the row before it all but one, and so on.
 
     Returns:
@@ -53,11 +55,20 @@ def exact_attention(
 
     key = torch.arange(k.shape[3], device=device)
     seen = (key < lengths[:, None])[:, None, :]
-    v = v.where(seen[:, None, None, 0, :, None], 0.0)  # what lies there may be anything, NaN included
+    position = (lengths[:, None] - (last - first)[:, None] + place)[:, :, None]  # of a row, among the keys
     if causal:
-        seen = seen & (key <= (lengths[:, None] - (last - first)[:, None] + place)[:, :, None])
-    scores = (q @ k.transpose(3, 4) * scale).masked_fill(~seen[:, None, None], float("-inf"))
+        seen = seen & (key <= position)
+    if softmax.window:
+        seen = seen & (key > position - softmax.window) & (key < position + softmax.window)
+    # What no row sees may be anything, NaN included.
+    v = v.where(seen.any(1)[:, None, None, :, None], 0.0)
+    scores = q @ k.transpose(3, 4) * softmax.scale
+    if softmax.soft_cap:
+        scores = softmax.soft_cap * torch.tanh(scores / softmax.soft_cap)
+    scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
     lse = scores.logsumexp(-1)  # [R, Hkv, group, rows of a request]
+    if softmax.sinks is not None:
+        lse = torch.logaddexp(lse, softmax.sinks.to(lse.dtype).view(kv_heads, -1, 1))
     weights = (scores - lse.where(lse.isfinite(), 0.0)[..., None]).exp()
 
     row = torch.arange(num_rows, device=device, dtype=torch.int32)

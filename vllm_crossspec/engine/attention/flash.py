@@ -4,6 +4,9 @@ FlashAttention (3 on Hopper) has no mask of its own for paged caches, but it giv
 the rows of a tail first attend to everything before it without a causal mask, and the softmax goes on over the tail.
 Layers of drafters, and steps without drafts, run vLLM's own code. Legend as in ``base``.
 
+Layers with a sliding window have a prefix pass of our own (``verify.window_attention`` says why), which takes the place
+of FlashAttention's. Sinks are left out of either and join with the tail.
+
 FlashAttention knows 16-bit types alone; ``exact`` takes its place in float32.
 
 This module is imported by its name in vLLM's registry; it can be imported without a GPU.
@@ -29,15 +32,18 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
 from vllm_crossspec.engine.attention.base import (
     DraftTail,
     TargetTail,
+    attend_window,
     merge_draft_tail,
     merge_target_tail,
     serves_target,
     soft_prompts_of,
+    softmax_of,
     tail_of_step,
     unsupported_feature,
 )
 from vllm_crossspec.engine.attention.exact import exact_attention
 from vllm_crossspec.engine.attention.scratch import write_level
+from vllm_crossspec.verify.tail_attention import Softmax
 
 
 def is_exact(dtype: torch.dtype) -> bool:
@@ -132,7 +138,8 @@ class TreeFlashMetadataBuilder(FlashAttentionMetadataBuilder):
         metadata.split_tokens = common.num_actual_tokens if tail.is_whole_batch else tail.num_tokens
         plans = self.aot_schedule and not fast_build and not envs.VLLM_BATCH_INVARIANT
         schedule = self._get_scheduler_metadata(
-            aot_schedule=plans,
+            # Where layers differ in their windows vLLM plans nothing; where all have one the prefix pass is our own.
+            aot_schedule=plans and self.aot_sliding_window == (-1, -1),
             batch_size=metadata.split_reqs,
             cu_query_lens=metadata.query_start_loc[: metadata.split_reqs + 1],
             max_query_len=tail.max_query_len,
@@ -229,19 +236,23 @@ class TreeFlashImpl(FlashAttentionImpl):
         if isinstance(tail, DraftTail):
             self._attend_draft_level(query, key, value, kv_cache, metadata, tail, output)
             return output
-        split = metadata.split_tokens
-        lse = self._attend_dense(
-            query[:split],
-            kv_cache,
-            metadata,
-            output[:split],
-            num_reqs=metadata.split_reqs,
-            lengths=tail.prefix_len,
-            max_query_len=tail.max_query_len,
-            schedule=metadata.prefix_schedule,
-        )
-        soft = soft_prompts_of(layer)
-        merge_target_tail(query, output, lse, kv_cache, metadata, tail, metadata.split_reqs, self.scale, soft)
+        split, num_reqs = metadata.split_tokens, metadata.split_reqs
+        softmax, soft = softmax_of(self), soft_prompts_of(layer)
+        if softmax.window:
+            lse = self._new_lse(query[:split])
+            attend_window(query, output, lse, kv_cache, metadata, tail, num_reqs, softmax)
+        else:
+            lse = self._attend_dense(
+                query[:split],
+                kv_cache,
+                metadata,
+                output[:split],
+                num_reqs=num_reqs,
+                lengths=tail.prefix_len,
+                max_query_len=tail.max_query_len,
+                schedule=metadata.prefix_schedule,
+            )
+        merge_target_tail(query, output, lse, kv_cache, metadata, tail, num_reqs, softmax, soft)
         if metadata.rest is not None:
             rest = (query[split:], key[split:], value[split:], kv_cache, metadata.rest, output[split:])
             self._forward_plain(layer, *rest)
@@ -272,6 +283,7 @@ class TreeFlashImpl(FlashAttentionImpl):
             num_reqs=metadata.seq_lens.shape[0],
             lengths=metadata.seq_lens,
             max_query_len=metadata.max_query_len,
+            softmax=softmax_of(self),
             causal=bool(metadata.causal),
         )
         return output
@@ -289,6 +301,12 @@ class TreeFlashImpl(FlashAttentionImpl):
         """The level's rows see the whole paged cache and, in the scratch, their ancestors."""
         num_rows = tail.num_reqs * tail.queries_per_req
         write_level(key[:num_rows], value[:num_rows], tail)
+        softmax = softmax_of(self)
+        if softmax.window:
+            lse = self._new_lse(query[:num_rows])
+            attend_window(query, output, lse, kv_cache, metadata, tail, tail.num_reqs, softmax)
+            merge_draft_tail(query, output, lse, metadata, tail, softmax)
+            return
         # The builder's plan fits if it was made for the same requests and, as is asked for here, without a causal mask.
         fits = metadata.causal is False and metadata.seq_lens.shape[0] == tail.num_reqs
         lse = self._attend_dense(
@@ -301,7 +319,12 @@ class TreeFlashImpl(FlashAttentionImpl):
             max_query_len=tail.queries_per_req,
             schedule=metadata.scheduler_metadata if fits else None,
         )
-        merge_draft_tail(query, output, lse, metadata, tail, self.scale)
+        merge_draft_tail(query, output, lse, metadata, tail, softmax)
+
+    @staticmethod
+    def _new_lse(query: torch.Tensor) -> torch.Tensor:
+        """Room for the log-sum-exp [Hq, rows] of a prefix pass, as FlashAttention makes it for its own."""
+        return torch.empty(query.shape[1], query.shape[0], dtype=torch.float32, device=query.device)
 
     def _attend_dense(
         self,
@@ -315,7 +338,7 @@ class TreeFlashImpl(FlashAttentionImpl):
         max_query_len: int,
         schedule: torch.Tensor | None,
     ) -> torch.Tensor:
-        """FlashAttention of the leading requests' rows over their first ``lengths`` tokens, without a mask.
+        """FlashAttention of the leading requests' rows over their first ``lengths`` tokens, without a mask or sinks.
 
         Returns:
             float32 [Hq, rows] log-sum-exp; infinite (the sign depends on the version) for a length of 0, whose output
@@ -323,7 +346,8 @@ class TreeFlashImpl(FlashAttentionImpl):
         """
         if is_exact(query.dtype):
             sizes = {"num_reqs": num_reqs, "lengths": lengths, "max_query_len": max_query_len}
-            return self._attend_exactly(query, kv_cache, metadata, output, **sizes, causal=False)
+            without_sinks = softmax_of(self)._replace(sinks=None)
+            return self._attend_exactly(query, kv_cache, metadata, output, **sizes, softmax=without_sinks, causal=False)
         # TMA wants the strides of dimensions of one element to be as if they were longer; see vLLM's own forward.
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         _, lse = flash_attn.flash_attn_varlen_func(
@@ -338,6 +362,7 @@ class TreeFlashImpl(FlashAttentionImpl):
             softmax_scale=self.scale,
             causal=False,
             window_size=[-1, -1],
+            softcap=softmax_of(self).soft_cap,
             block_table=metadata.block_table[:num_reqs],
             return_softmax_lse=True,
             scheduler_metadata=schedule,
@@ -356,6 +381,7 @@ class TreeFlashImpl(FlashAttentionImpl):
         num_reqs: int,
         lengths: torch.Tensor,
         max_query_len: int,
+        softmax: Softmax,
         causal: bool,
     ) -> torch.Tensor:
         """In float32.
@@ -376,6 +402,6 @@ class TreeFlashImpl(FlashAttentionImpl):
             block_table=metadata.block_table[:num_reqs],
             max_query_len=max_query_len,
             max_length=metadata.max_seq_len,
-            scale=self.scale,
+            softmax=softmax,
             causal=causal,
         )

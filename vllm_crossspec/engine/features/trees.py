@@ -68,15 +68,12 @@ class Trees(Feature):
         """Note where the K and V of every target layer lie."""
         runner = self.runner
         layers = runner.compilation_config.static_forward_context
-        caches, seen = [], set()
+        caches = []
         for group, spec in enumerate(runner.kv_cache_config.kv_cache_groups):
             for name in spec.layer_names:
                 layer = layers[name]
-                cache = layer.kv_cache
-                if layer.is_draft_layer or cache.data_ptr() in seen:
-                    continue
-                seen.add(cache.data_ptr())
-                caches += [(part, group) for part in layer.impl.kv_views(cache)]
+                if not layer.is_draft_layer:
+                    caches += [(part, group) for part in layer.impl.kv_views(layer.kv_cache)]
         self._kv_layers = make_kv_layers(caches)
 
     def tail_of_step(self, common: Any, capturing: bool) -> base.TargetTail | None:

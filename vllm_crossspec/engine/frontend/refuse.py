@@ -97,8 +97,9 @@ def check_target(settings: CrossSpecConfig, model_config: Any) -> None:
         "recurrent (mamba) layers": model_config.is_hybrid or model_config.is_attention_free,
         "M-RoPE positions": model_config.uses_mrope,
         "latent attention (MLA)": model_config.use_mla,
-        "sliding-window attention": model_config.get_sliding_window() is not None,
     }
+    if settings.contemplates:  # soft prompts stand in front of the text, and a window ends before them
+        kinds["sliding-window attention"] = bool(model_config.get_sliding_window())
     found = [what for what, present in kinds.items() if present]
     if found:
         raise ValueError(

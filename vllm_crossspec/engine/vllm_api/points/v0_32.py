@@ -138,7 +138,7 @@ vllm.v1.attention.backend
   AttentionBackend.get_supported_kernel_block_sizes(kv_cache_spec) - overridden: any block size serves
   AttentionBackend.supported_kv_cache_layouts() - overridden: FlashAttention's layout on a CPU, too
   AttentionBackend.supports_non_causal() - overridden: block drafters attend without a causal mask
-  AttentionBackend.supports_sliding_window() - overridden: trees do not know it
+  AttentionBackend.supports_sliding_window() - overridden: as vLLM's for CPUs
   AttentionBackend.{forward_includes_kv_cache_update supported_dtypes supported_kv_cache_dtypes} - set by tree attention
       on a CPU
   AttentionCGSupport.{UNIFORM_BATCH} - read: graphs hold batches of verification rows only
