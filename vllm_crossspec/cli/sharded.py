@@ -127,10 +127,8 @@ class _Shown:
             self._running.pop(event["number"], None)
             self._finished += self._sizes[event["number"]]
         if event["event"] in ("ready", "shard"):
-            text = (
-                f"{self._work.name}: shard {self._done} of {self._num_shards} done, {self.made} new {self._work.made}"
-            )
-            self._progress.update(self._task, description=text)
+            done = f"shard {self._done} of {self._num_shards} done, {self.made} new {self._work.made}"
+            self._progress.update(self._task, description=f"{self._work.name}: {done}")
         self._progress.update(self._task, completed=self._finished + self._running.total())
 
 
