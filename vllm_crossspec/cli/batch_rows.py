@@ -53,10 +53,8 @@ def read_requests(path: Path, keep: Collection[str] = ()) -> list[Request]:
         if requests and (request["url"] is None) != (requests[0]["url"] is None):
             raise ValueError(f"{where}: rows of OpenAI's batch format and others do not go together: split the file")
         if request["id"] is not None and seen.setdefault(request["id"], where) != where:
-            key = "id" if request["url"] is None else "custom_id"
-            raise ValueError(
-                f"{where}: `{key}` {request['id']!r} is {seen[request['id']]}'s already: give each its own"
-            )
+            key, first = "id" if request["url"] is None else "custom_id", seen[request["id"]]
+            raise ValueError(f"{where}: `{key}` {request['id']!r} is that of {first}, too: give each row its own")
         requests.append({"row": number, **request})
     if not requests:
         raise ValueError(f"{path} holds no row: write one JSON object a line, with `prompt` or `messages`")
@@ -93,9 +91,7 @@ def _own(row: dict[str, Any], where: str, keep: Collection[str]) -> Request:
     for column in row:
         if column not in COLUMNS and column not in keep:
             hint = nearest(column, COLUMNS)
-            raise ValueError(
-                f"{where}: no column is called `{column}`{hint}; --keep {column} hands it on to the output"
-            )
+            raise ValueError(f"{where}: no column is called `{column}`{hint}; --keep {column} would hand it on to OUT")
     sampling = row.get("sampling", {})
     if not isinstance(sampling, dict):
         raise ValueError(f'{where}: `sampling` must be an object, like {{"temperature": 0.7}}')
