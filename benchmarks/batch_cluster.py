@@ -55,6 +55,9 @@ class Cluster:
         import ray
         from ray.cluster_utils import Cluster as Local
 
+        # A busy machine starts nodes and workers slowly.
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "300")
+        os.environ.setdefault("RAY_worker_register_timeout_seconds", "300")
         node = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 100 << 20}
         self._cluster = Local(initialize_head=True, head_node_args=node)
         self._cluster.add_node(num_cpus=1, object_store_memory=100 << 20)
@@ -159,7 +162,6 @@ def run(folder: Path, count: int, max_tokens: int, shard_rows: int, after: int, 
     spec.write_text(json.dumps(WHIFLASH))
     words = ["--max-tokens", max_tokens, "--shard-rows", shard_rows, "--batch-size", batch_size]
     words += ["--max-model-len", 512]
-    plain = batch(rows, folder / "plain.jsonl", *words)
     one = batch(rows, folder / "one.jsonl", *words, "--spec", spec)
     with Cluster() as cluster:
         killer = Killer(cluster, folder / "two.jsonl.parts", after)
@@ -168,6 +170,7 @@ def run(folder: Path, count: int, max_tokens: int, shard_rows: int, after: int, 
         killer.over.set()
         killer.join()
         ended = gone(killer.killed)
+    plain = batch(rows, folder / "plain.jsonl", *words)
     found = {name: texts(folder / f"{name}.jsonl") for name in ("plain", "one", "two")}
     return {
         "rows": count,
@@ -196,6 +199,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=16)
     parser.add_argument("--shard-rows", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--folder", type=Path, help="keep the files there; what is done is not done again")
     parser.add_argument("--kill-after", type=int, default=8, help="shards that are done when a replica is killed")
     return parser.parse_args(argv)
 
@@ -207,7 +211,7 @@ def main() -> None:
     os.environ.setdefault("CROSSSPEC_FIXED_WIDTHS", "1")
     with tempfile.TemporaryDirectory(prefix="crossspec-cluster-") as folder:
         size = given.max_tokens, given.shard_rows, given.kill_after, given.batch_size
-        print(json.dumps(run(Path(folder), given.rows, *size)))
+        print(json.dumps(run(given.folder or Path(folder), given.rows, *size)))
 
 
 if __name__ == "__main__":
