@@ -10,11 +10,12 @@ import pytest
 WORKERS = 2
 """Processes that `make test` runs tests in: an engine or server each, of up to 3 GiB."""
 LONGEST = (
-    "test_server", "test_walkthrough", "test_soak", "test_data_parallel", "test_flashhead_engine", "test_benchmarks",
-    "test_records", "test_draft_model", "test_flashhead", "test_confu_engine", "test_cpu_lane", "test_whiflash",
-    "test_trees", "test_continuity", "test_dart", "test_inflate", "test_tail_attention", "test_lossless",
-    "test_compiled_kernels", "test_bench", "test_cli", "test_run_batch", "test_cpu_compiler_tensors",
-    "test_random_kernels", "test_confu_futures", "test_training_confu_runs",
+    "test_server", "test_walkthrough", "test_soak", "test_tensor_parallel", "test_data_parallel",
+    "test_flashhead_engine", "test_benchmarks", "test_records", "test_batch", "test_draft_model", "test_flashhead",
+    "test_confu_engine", "test_cpu_lane", "test_whiflash", "test_trees", "test_continuity", "test_dart",
+    "test_inflate", "test_tail_attention", "test_lossless", "test_compiled_kernels", "test_bench", "test_cli",
+    "test_run_batch", "test_cpu_compiler_tensors", "test_random_kernels", "test_confu_futures",
+    "test_training_confu_runs",
 )  # fmt: skip
 """Files that take about twenty seconds or more, the longest first: none of them may be what a worker begins last."""
 

@@ -2,6 +2,8 @@
 
 import multiprocessing
 import os
+import sys
+from typing import ClassVar
 
 import pytest
 import torch
@@ -138,3 +140,86 @@ def test_a_forked_engine_leaves_no_folder_behind(monkeypatch):
     path, was_there = paths.get()
     process.join()
     assert was_there and not os.path.isdir(path)
+
+
+class RaysCounter:
+    """Stands for `ray.util.metrics.Counter`, by Ray's rules: tags are those of the counter, names are plain."""
+
+    values: ClassVar[dict[tuple[str, str], float]] = {}
+
+    def __init__(self, name, description, tag_keys):
+        assert name.isidentifier() and description
+        self.name, self.tag_keys = name, tag_keys
+
+    def inc(self, value, tags):
+        assert value > 0 and set(tags) == set(self.tag_keys)
+        key = self.name, ",".join(tags.values())
+        self.values[key] = self.values.get(key, 0) + value
+
+
+@pytest.fixture
+def rays_metrics(monkeypatch):
+    from types import SimpleNamespace
+
+    from vllm_crossspec.metrics import ray_relay
+
+    monkeypatch.setattr(RaysCounter, "values", {})
+    monkeypatch.setattr(ray_relay, "_relays", [])
+    ray = SimpleNamespace(is_initialized=lambda: True)
+    for name in ("ray", "ray.util"):
+        monkeypatch.setitem(sys.modules, name, ray)
+    monkeypatch.setitem(sys.modules, "ray.util.metrics", SimpleNamespace(Counter=RaysCounter))
+    return RaysCounter.values
+
+
+def test_ray_is_told_what_counters_grow_by(rays_metrics):
+    from prometheus_client import CollectorRegistry, Counter, Histogram
+
+    from vllm_crossspec.metrics.ray_relay import Relay
+
+    registry = CollectorRegistry()
+    drafts = Counter("crossspec:drafts", "-", ["drafter"], registry=registry)
+    backlogs = Histogram("crossspec:router_backlogs", "-", ["drafter"], registry=registry, buckets=(1, 4))
+    Counter("vllm:prompts", "-", registry=registry).inc(9)
+    relay = Relay(registry)
+    for number in (3, 0, 4):
+        drafts.labels("eagle3").inc(number)
+        drafts.labels("dflash").inc(2 * number)
+        relay.push()
+    backlogs.labels("eagle3").observe(2)
+    relay.push()
+    relay.push()
+    assert rays_metrics["crossspec_drafts", "eagle3"] == 7 and rays_metrics["crossspec_drafts", "dflash"] == 14
+    assert rays_metrics["crossspec_router_backlogs_bucket", "eagle3,4.0"] == 1
+    assert rays_metrics["crossspec_router_backlogs_sum", "eagle3"] == 2
+    assert all(name.startswith("crossspec_") for name, _ in rays_metrics)
+
+
+def test_ray_worker_on_another_machine_writes_no_files(rays_metrics, monkeypatch, tmp_path):
+    from vllm_crossspec.metrics import export, ray_relay
+
+    started = []
+    monkeypatch.setattr(export, "start_relay", lambda: started.append(True))
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    monkeypatch.setenv(export.FOLDER_VARIABLE, f"1:{tmp_path / 'elsewhere'}")
+    export._use_shared_files()
+    assert started == [True] and "PROMETHEUS_MULTIPROC_DIR" not in os.environ
+    monkeypatch.setattr(sys.modules["ray"], "is_initialized", lambda: False)
+    export._use_shared_files()
+    assert started == [True] and not ray_relay.is_under_ray()
+
+
+def test_ray_workers_of_vllm_are_told_the_folder(monkeypatch):
+    from prometheus_client import multiprocess
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    from vllm_crossspec.metrics import export
+
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    monkeypatch.setattr(export, "_folder", None)
+    monkeypatch.setattr(multiprocess, "MultiProcessCollector", lambda registry, path: None)
+    monkeypatch.setenv(export.FOLDER_VARIABLE, "")
+    monkeypatch.setenv(export.RAY_COPIES, "MINE")
+    assert export.FOLDER_VARIABLE not in get_env_vars_to_copy()
+    export.prepare_frontend()
+    assert {export.FOLDER_VARIABLE, "MINE"} <= get_env_vars_to_copy()

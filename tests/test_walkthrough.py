@@ -52,6 +52,7 @@ TARGET_SHAPE = {
 
 ONE_STEP = "--steps 1 --rows-per-step 2 --threads 1"
 SMALLER = {
+    "crossspec batch": "--max-tokens 4 --dtype float32",
     "crossspec bench": "--limit 1 --max-tokens 8 --dtype float32",
     "crossspec calibrate heterospec": "--limit 4 --max-tokens 48 --dtype float32",
     "crossspec costs": "--batch-size 1",
@@ -120,6 +121,7 @@ HOURS = "interprets the kernels of whole engines, for an hour"
 LARGE = "takes minutes at its sizes; tests/test_bench.py and tests/test_inflate.py run smaller ones"
 NOWHERE = {
     "CROSSSPEC_*": "needs the clones of the papers' code",
+    "crossspec batch * --replicas *": "needs Ray; tests/test_batch.py starts a cluster",
     "crossspec bench --model MODEL * --repeats 3 *": LARGE,
     "crossspec bench --model big/*": LARGE,
     "crossspec demo --pocket big *": LARGE,
@@ -130,6 +132,7 @@ NOWHERE = {
     "make venv": f"{NETWORK}, and is what `make test` does first",
     "pip install --no-deps arctic-inference": NETWORK,
     "pip install .[[]cuda]": NETWORK,
+    "python benchmarks/batch_cluster.py *": "takes minutes, and Ray; tests/test_batch.py runs a smaller one",
     "python benchmarks/campaign.py *": GPU,
     "python benchmarks/cpu_kernels.py": HOURS,
     "python benchmarks/cpu_lane.py": HOURS,

@@ -7,6 +7,7 @@ from types import FrameType
 
 import typer
 
+from vllm_crossspec.cli.batch import batch
 from vllm_crossspec.cli.bench import bench
 from vllm_crossspec.cli.calibrate import app as calibrate_app
 from vllm_crossspec.cli.collect import collect
@@ -31,7 +32,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, bench, doctor, collect, costs, oracle, trace, inflate):
+for command in (demo, bench, batch, doctor, collect, costs, oracle, trace, inflate):
     app.command()(command)
 for group in (calibrate_app, ngram_app, flashhead_app):
     app.add_typer(group)

@@ -61,7 +61,7 @@ OWN_OPTIONS = {
     # Engine arguments that the command sets itself.
     "model": "name it with --model",
     "speculative_config": "give a file to --spec",
-    "max_num_seqs": "it is the largest of --batch-sizes",
+    "max_num_seqs": "it is the largest of --batch-sizes, or --batch-size",
     "disable_log_stats": "the times are vLLM's own metrics of requests",
     "per_request_spec_decode_metrics": "acceptance is vLLM's own count of requests",
 }

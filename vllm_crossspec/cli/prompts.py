@@ -26,17 +26,27 @@ def read_prompts(path: Path, form: str | None = None) -> list[Prompt]:
         ValueError: a row that cannot be used, by file and line number, or a file without rows.
         OSError: the file cannot be read.
     """
-    try:
-        text = _read(path).decode("utf-8-sig")
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as problem:
-        raise ValueError(f"{path} is not a text file in UTF-8: save it as UTF-8 JSON lines") from problem
     prompts = []
-    for row, where in _rows(text, path):
+    for row, where in json_rows(path):
         form = form or _tell(row, where)
         prompts += FORMATS[form](row, where)
     if not prompts:
         raise ValueError(f"{path} holds no prompt: write one JSON object a line, with `prompt` or `turns`")
     return prompts
+
+
+def json_rows(path: Path) -> Iterator[tuple[Row, str]]:
+    """Objects of a file of JSON lines or of one JSON list (it may be compressed), and where each is from.
+
+    Raises:
+        ValueError: what is no JSON, or no object, by file and line number.
+        OSError: the file cannot be read.
+    """
+    try:
+        text = _read(path).decode("utf-8-sig")
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as problem:
+        raise ValueError(f"{path} is not a text file in UTF-8: save it as UTF-8 JSON lines") from problem
+    yield from _rows(text, path)
 
 
 def _read(path: Path) -> bytes:
@@ -45,7 +55,6 @@ def _read(path: Path) -> bytes:
 
 
 def _rows(text: str, path: Path) -> Iterator[tuple[Row, str]]:
-    """Objects, and where each is from."""
     found: list[tuple[Any, str]] = []
     if text.lstrip().startswith("["):
         try:

@@ -1,29 +1,23 @@
 """Work of engines that is kept in shards: one file each, written whole, so that a stopped command goes on.
 
-One engine does it in a process of its own, several share the missing shards on a Ray cluster. A job is a dictionary
-that the engine's module reads: its ``engine`` (arguments of vLLM's LLM), ``out`` (folder of the shards) and ``shards``,
-each with ``number``, ``file`` (its name in the folder) and ``num_texts``, and what the module wants besides.
+One engine does it in a process of its own, several share the missing shards on a Ray cluster (``replicas``). A job is a
+dictionary that the engine's module reads: its ``engine`` (arguments of vLLM's LLM), ``out`` (folder of the shards) and
+``shards``, each with ``number``, ``file`` (its name in the folder) and ``num_texts``, and what the module wants beside.
 """
 
-import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.progress import TaskProgressColumn
+from rich.progress import Progress, TaskProgressColumn
 
-from vllm_crossspec.cli import processes
+from vllm_crossspec.cli import processes, replicas
 from vllm_crossspec.cli.processes import EngineError
+from vllm_crossspec.cli.replicas import Event, Shard
 from vllm_crossspec.cli.stages import bars
 from vllm_crossspec.files import replacing
-
-TENSORS = "content"
-"""Key of a shard's bytes in the events of an engine on another machine."""
-
-Event = dict[str, Any]
-Shard = dict[str, Any]
 
 
 class Work(NamedTuple):
@@ -41,7 +35,14 @@ class Work(NamedTuple):
     made: str
 
 
-def run_missing(work: Work, job: dict[str, Any], shards: Sequence[Shard], max_tokens: int, engines: int) -> int:
+def run_missing(
+    work: Work,
+    job: dict[str, Any],
+    shards: Sequence[Shard],
+    max_tokens: int,
+    engines: int,
+    listen: Callable[[Event], None] = lambda event: None,
+) -> int:
     """Have the engines write the shards that are not there yet, under one progress bar.
 
     Args:
@@ -49,43 +50,86 @@ def run_missing(work: Work, job: dict[str, Any], shards: Sequence[Shard], max_to
         shards: all of them.
         max_tokens: of a text, at most.
         engines: side by side; more than one run on Ray.
+        listen: called with every event; ``died`` is an engine's whose shard another one begins anew.
 
     Returns:
         What was made now: records, or whatever shards are full of.
 
     Raises:
-        ValueError, EngineError: as :func:`processes.engine_events` does.
+        ValueError, EngineError: as :func:`processes.engine_events` and :func:`replicas.run` do.
     """
     missing = [shard for shard in shards if not Path(job["out"], shard["file"]).is_file()]
     if not missing:
         return 0
-    sizes = {shard["number"]: max_tokens * shard["num_texts"] for shard in missing}
-    done, made, finished = len(shards) - len(missing), 0, 0
     with bars(TaskProgressColumn()) as progress:
-        task = progress.add_task(f"{work.name}: starting the engine", total=sum(sizes.values()))
+        shown = _Shown(work, progress, shards, missing, max_tokens)
         lock = threading.Lock()
 
-        def listen(event: Event) -> None:
-            nonlocal done, made, finished
+        def follow(shard: Shard | None, event: Event) -> None:
             with lock:
-                if event["event"] == "progress":
-                    progress.advance(task, event["num_tokens"])
-                elif event["event"] == "shard":
-                    done, made = done + 1, made + event["num_made"]
-                    # Texts end before the limit where the model says so.
-                    finished += sizes[event["number"]]
-                    if engines == 1:
-                        progress.update(task, completed=finished)
-                if event["event"] in ("ready", "shard"):
-                    text = f"{work.name}: shard {done} of {len(shards)} done, {made} new {work.made}"
-                    progress.update(task, description=text)
+                shown.update(shard, event)
+                listen(event)
 
         if engines == 1:
+            running = iter(missing)
+            current = next(running)
             for event in _engine_events(work, {**job, "shards": missing}):
-                listen(event)
-        else:
-            _run_on_ray(work, job, missing, engines, listen)
-    return made
+                follow(current, event)
+                if event["event"] == "shard":
+                    current = next(running, current)
+            return shown.made
+
+        def deliver(shard: Shard, event: Event) -> None:
+            content = event.pop(replicas.CONTENT)
+            with replacing(Path(job["out"], shard["file"])) as partial:
+                partial.write_bytes(content)
+            follow(shard, event)
+
+        replicas.run(work.name, work.module, job, missing, engines, deliver, follow)
+        return shown.made
+
+
+class _Shown:
+    """The progress bar: tokens, of those that texts may have at most.
+
+    Args:
+        shards: all of them.
+        missing: those that are to be done now.
+        max_tokens: of a text, at most.
+
+    Attributes:
+        made: what shards were full of so far.
+    """
+
+    def __init__(
+        self, work: Work, progress: Progress, shards: Sequence[Shard], missing: Sequence[Shard], max_tokens: int
+    ) -> None:
+        self.made = 0
+        self._work, self._progress, self._num_shards = work, progress, len(shards)
+        self._done, self._finished, self._running = len(shards) - len(missing), 0, Counter[int]()
+        self._sizes = {shard["number"]: max_tokens * shard["num_texts"] for shard in missing}
+        self._task = progress.add_task(f"{work.name}: starting the engine", total=sum(self._sizes.values()))
+
+    def update(self, shard: Shard | None, event: Event) -> None:
+        """Show what an event of a shard (None: of none) says."""
+        number = None if shard is None else shard["number"]
+        if event["event"] == "progress" and number is not None:
+            self._running[number] += event["num_tokens"]
+        elif event["event"] == "died":
+            lost = "" if number is None else f"; another begins shard {number + 1} of {self._num_shards} anew"
+            self._progress.console.print(
+                f"{self._work.name}: an engine died ({event['reason']}){lost}", highlight=False, soft_wrap=True
+            )
+            self._running.pop(-1 if number is None else number, None)
+        elif event["event"] == "shard":
+            self._done, self.made = self._done + 1, self.made + event["num_made"]
+            # Texts end before the limit where the model says so.
+            self._running.pop(event["number"], None)
+            self._finished += self._sizes[event["number"]]
+        if event["event"] in ("ready", "shard"):
+            done = f"shard {self._done} of {self._num_shards} done, {self.made} new {self._work.made}"
+            self._progress.update(self._task, description=f"{self._work.name}: {done}")
+        self._progress.update(self._task, completed=self._finished + self._running.total())
 
 
 def _engine_events(work: Work, job: dict[str, Any]) -> Iterator[Event]:
@@ -97,56 +141,3 @@ def _engine_events(work: Work, job: dict[str, Any]) -> Iterator[Event]:
         yield event
     if missing:
         raise EngineError(f"{work.name}: the engine's process ended without shard {min(missing)}")
-
-
-def _run_on_ray(
-    work: Work, job: dict[str, Any], shards: Sequence[Shard], engines: int, listen: Callable[[Event], None]
-) -> None:
-    """Share the shards among engines on the machines of a Ray cluster; shards come back and are written here.
-
-    Models must be found under the same names on all machines.
-
-    Raises:
-        ValueError: Ray is not installed.
-    """
-    try:
-        import ray
-    except ModuleNotFoundError:
-        raise ValueError("--engines above 1 needs Ray: run `pip install ray`, or leave it out") from None
-
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False)
-    num_gpus = (job["engine"]["tensor_parallel_size"] or 1) if ray.cluster_resources().get("GPU") else 0
-    remote = ray.remote(num_cpus=1, num_gpus=num_gpus, max_retries=0)(_remote_events)
-    parts = [part for i in range(engines) if (part := shards[i::engines])]
-
-    def follow(part: Sequence[Shard]) -> None:
-        files = {shard["number"]: Path(job["out"], shard["file"]) for shard in part}
-        for reference in remote.options(num_returns="streaming").remote(work, {**job, "shards": part}):
-            event = ray.get(reference)
-            content = event.pop(TENSORS, None)
-            if content is not None:
-                with replacing(files[event["number"]]) as partial:
-                    partial.write_bytes(content)
-            listen(event)
-
-    try:
-        with ThreadPoolExecutor(len(parts)) as pool:
-            for finished in [pool.submit(follow, part) for part in parts]:
-                finished.result()
-    except ray.exceptions.RayTaskError as problem:
-        if isinstance(problem.cause, ValueError | EngineError):
-            raise problem.cause from None
-        raise
-
-
-def _remote_events(work: Work, job: dict[str, Any]) -> Iterator[Event]:
-    """On a machine of the cluster: as :func:`_engine_events`, with the bytes of every finished shard."""
-    with tempfile.TemporaryDirectory(prefix="crossspec-shards-") as folder:
-        files = {shard["number"]: Path(folder, shard["file"]) for shard in job["shards"]}
-        for event in _engine_events(work, {**job, "out": folder}):
-            if event["event"] == "shard":
-                path = files[event["number"]]
-                event[TENSORS] = path.read_bytes()
-                path.unlink()
-            yield event

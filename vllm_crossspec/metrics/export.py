@@ -2,7 +2,8 @@
 
 The workers are other processes than the one that serves ``/metrics``. Where vLLM runs several API servers it sets
 ``PROMETHEUS_MULTIPROC_DIR`` itself and our counters join in. Where it runs one, the front end makes a folder, tells
-the workers of it through the environment, and adds a collector of that folder to its registry.
+the workers of it through the environment, and adds a collector of that folder to its registry. Under Ray, where nobody
+asks for that registry, and on machines without that folder, they go to Ray's metrics (``ray_relay``).
 """
 
 import ctypes
@@ -18,10 +19,14 @@ import torch
 
 from vllm_crossspec.metrics.adaptive import BY_BIN, TreeSizeCounters
 from vllm_crossspec.metrics.counters import AcceptanceCounters
+from vllm_crossspec.metrics.ray_relay import is_under_ray, start_relay
 from vllm_crossspec.metrics.routing import BACKLOG_EDGES, COUNTS, RoutingCounters
 from vllm_crossspec.metrics.stages import StageClock
 
 FOLDER_VARIABLE = "CROSSSPEC_METRICS_DIR"
+RAY_COPIES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+"""Names of variables that vLLM's Ray executor hands to its workers, beside those that begin as vLLM's own."""
+
 PERIOD_SECONDS = 1.0
 BACKLOGS = "crossspec:router_backlogs"
 
@@ -43,13 +48,21 @@ def prepare_frontend() -> None:
     # A process that multiprocessing forked never comes to Python's own last steps, but to these.
     Finalize(None, _folder.cleanup, exitpriority=0)
     os.environ[FOLDER_VARIABLE] = f"{os.getpid()}:{_folder.name}"
+    copied = [name for name in os.environ.get(RAY_COPIES, "").split(",") if name and name != FOLDER_VARIABLE]
+    os.environ[RAY_COPIES] = ",".join([*copied, FOLDER_VARIABLE])
     MultiProcessCollector(REGISTRY, path=_folder.name)  # type: ignore[no-untyped-call]
+    if is_under_ray():
+        start_relay()
 
 
 def _use_shared_files() -> None:
     """In a worker: make prometheus_client write the front end's files instead of this process's memory."""
     owner, _, folder = os.environ.get(FOLDER_VARIABLE, "").partition(":")
     if not folder or int(owner) == os.getpid() or "PROMETHEUS_MULTIPROC_DIR" in os.environ:
+        return
+    if not os.path.isdir(folder):  # the front end is on another machine
+        if is_under_ray():
+            start_relay()
         return
     from prometheus_client import values
 

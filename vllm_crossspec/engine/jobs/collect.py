@@ -19,7 +19,7 @@ from typing import Any
 
 from vllm_crossspec.config import settings_of
 from vllm_crossspec.engine.jobs.client import Conversation, finished_outputs
-from vllm_crossspec.engine.jobs.offline import Emit, environment, run_job, start_engine
+from vllm_crossspec.engine.jobs.offline import Emit, environment, run_job, shards_of, start_engine
 from vllm_crossspec.training import records
 from vllm_crossspec.training.records import Answer, Facts
 
@@ -44,7 +44,7 @@ def collect(job: dict[str, Any], emit: Emit) -> None:
         depths=tuple(settings.drafters[name].num_speculative_tokens or 0 for name in order),
     )
     emit("ready", seconds=time.perf_counter() - started, **environment())
-    for shard in job["shards"]:
+    for shard in shards_of(job):
         recording = Recording(llm, job, emit, "crossspec_take_records")
         answers = recording.answer(shard["prompts"])
         tensors = records.assemble(recording.steps, answers, facts)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_crossspec.engine.jobs.client import finished_outputs
-from vllm_crossspec.engine.jobs.offline import Emit, environment, run_job, start_engine
+from vllm_crossspec.engine.jobs.offline import Emit, environment, run_job, shards_of, start_engine
 from vllm_crossspec.training.generations import Generation, write_shard
 
 
@@ -27,7 +27,7 @@ def generate(job: dict[str, Any], emit: Emit) -> None:
     started = time.perf_counter()
     llm = start_engine(job["engine"])
     emit("ready", seconds=time.perf_counter() - started, **environment())
-    for shard in job["shards"]:
+    for shard in shards_of(job):
         rows = _answer(llm, shard["prompts"], job, emit)
         write_shard(Path(job["out"], shard["file"]), rows)
         emit("shard", number=shard["number"], num_made=sum(len(row.response_ids) for row in rows))

@@ -24,7 +24,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def run_job(argv: list[str], run: Callable[[dict[str, Any], Emit], None]) -> int
     try:
         run(job, emit)
     except ValueError as problem:
-        emit("error", message=_sentence(problem))
+        emit("error", message=sentence(problem))
         raise
     return 0
 
@@ -83,12 +83,17 @@ def _run(job: dict[str, Any], emit: Emit) -> None:
     measured = Measured(llm, job, emit)
     measured.warm_up(1, START_TOKENS)
     emit("ready", seconds=time.perf_counter() - started, **environment())
-    for order in job["orders"] if "orders" in job else _orders(Path(job["orders_file"])):
+    for order in job["orders"] if "orders" in job else _lines(Path(job["orders_file"])):
         measured.follow(order)
         emit("done")
 
 
-def _orders(pipe: Path) -> Iterator[dict[str, Any]]:
+def shards_of(job: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    """The shards of a job: those that it lists, or those that come out of the pipe that it names (``shards_file``)."""
+    return job["shards"] if "shards" in job else _lines(Path(job["shards_file"]))
+
+
+def _lines(pipe: Path) -> Iterator[dict[str, Any]]:
     """As they are given, until whoever gives them closes the pipe."""
     with pipe.open() as lines:
         yield from map(json.loads, lines)
@@ -275,7 +280,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _sentence(problem: ValueError) -> str:
+def sentence(problem: Exception) -> str:
     """The first problem in one line, without pydantic's frame."""
     if isinstance(problem, ValidationError):
         first = problem.errors()[0]

@@ -15,7 +15,7 @@ from vllm_crossspec.adaptive.calibration import TreeShape
 from vllm_crossspec.config import CrossSpecConfig, settings_of
 from vllm_crossspec.drafters.identity import identify
 from vllm_crossspec.engine.jobs.collect import Recording
-from vllm_crossspec.engine.jobs.offline import Emit, environment, run_job, start_engine
+from vllm_crossspec.engine.jobs.offline import Emit, environment, run_job, shards_of, start_engine
 
 
 def collect_rounds(job: dict[str, Any], emit: Emit) -> None:
@@ -26,7 +26,7 @@ def collect_rounds(job: dict[str, Any], emit: Emit) -> None:
     assert settings is not None
     facts = _facts(llm, settings)
     emit("ready", seconds=time.perf_counter() - started, **environment())
-    for shard in job["shards"]:
+    for shard in shards_of(job):
         recording = Recording(llm, job, emit, "crossspec_take_rounds")
         answers = recording.answer(shard["prompts"])
         texts = {number: rounds.TextFacts(a.category, len(a.token_ids)) for number, a in answers.items()}
