@@ -143,3 +143,60 @@ def run(spec: dict[str, Any] | None, model: Path, requests: list[Any] | None = N
     """Start an engine, ask it, stop it."""
     with engines.engine(spec, model=model, **overrides) as llm:
         return answers(llm, requests)
+
+
+IMAGE_TOKEN = 3
+"""The pocket tokenizer's mask token, which stands for an image in the prompts of targets that see."""
+
+
+def image(seed: int) -> Any:
+    """A small picture of noise."""
+    import numpy as np
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (24, 32, 3), dtype=np.uint8))
+
+
+def with_images(tokens: list[int], *seeds: int) -> dict[str, Any]:
+    """A request whose prompt has an :data:`IMAGE_TOKEN` for every image."""
+    assert tokens.count(IMAGE_TOKEN) == len(seeds)
+    return {"prompt_token_ids": tokens, "multi_modal_data": {"image": [image(seed) for seed in seeds]}}
+
+
+def write_processor(folder: Path, processor: dict[str, Any], images: dict[str, Any]) -> None:
+    """What Transformers reads to make a processor of prompts with images, around the pocket tokenizer."""
+    file = folder / "tokenizer_config.json"
+    tokens = {"extra_special_tokens": {"image_token": "<|mask|>"}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | tokens))
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor | images))
+
+
+def write_ocr(folder: Path) -> Path:
+    """A random PaddleOCR-VL: M-RoPE and images, of an architecture that needs no torchvision."""
+    from transformers import PaddleOCRVLConfig, PaddleOCRVLForConditionalGeneration
+
+    rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
+    config = PaddleOCRVLConfig(
+        text_config=SMALL | {"head_dim": 32, "rope_parameters": rope},
+        vision_config={
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 1,
+            "patch_size": 4,
+            "image_size": 32,
+        },
+        image_token_id=IMAGE_TOKEN,
+        tie_word_embeddings=True,
+    )
+    write_random(folder, config, PaddleOCRVLForConditionalGeneration)
+    images = {
+        "image_processor_type": "PaddleOCRVLImageProcessor",
+        "patch_size": 4,
+        "merge_size": 2,
+        "temporal_patch_size": 1,
+        "size": {"shortest_edge": 64, "longest_edge": 1024},
+    }
+    write_processor(folder, {"processor_class": "PaddleOCRVLProcessor"}, images)
+    return folder

@@ -94,7 +94,6 @@ def check_target(settings: CrossSpecConfig, model_config: Any) -> None:
         return
     kinds = {
         "recurrent (mamba) layers": model_config.is_hybrid or model_config.is_attention_free,
-        "M-RoPE positions": model_config.uses_mrope,
         "latent attention (MLA)": model_config.use_mla,
         "sliding-window attention": model_config.get_sliding_window() is not None,
     }
