@@ -172,6 +172,23 @@ def write_processor(folder: Path, processor: dict[str, Any], images: dict[str, A
     (folder / "preprocessor_config.json").write_text(json.dumps(processor | images))
 
 
+EYES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "patch_size": 4,
+    "image_size": 32,
+}
+PICTURES = {
+    "image_processor_type": "PaddleOCRVLImageProcessor",
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 1,
+    "size": {"shortest_edge": 64, "longest_edge": 1024},
+}
+
+
 def write_ocr(folder: Path) -> Path:
     """A random PaddleOCR-VL: M-RoPE and images, of an architecture that needs no torchvision."""
     from transformers import PaddleOCRVLConfig, PaddleOCRVLForConditionalGeneration
@@ -179,24 +196,30 @@ def write_ocr(folder: Path) -> Path:
     rope = {"rope_type": "default", "mrope_section": [4, 6, 6], "rope_theta": 10000.0}
     config = PaddleOCRVLConfig(
         text_config=SMALL | {"head_dim": 32, "rope_parameters": rope},
-        vision_config={
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_hidden_layers": 1,
-            "num_attention_heads": 1,
-            "patch_size": 4,
-            "image_size": 32,
-        },
+        vision_config=EYES,
         image_token_id=IMAGE_TOKEN,
         tie_word_embeddings=True,
     )
     write_random(folder, config, PaddleOCRVLForConditionalGeneration)
-    images = {
-        "image_processor_type": "PaddleOCRVLImageProcessor",
-        "patch_size": 4,
-        "merge_size": 2,
-        "temporal_patch_size": 1,
-        "size": {"shortest_edge": 64, "longest_edge": 1024},
-    }
-    write_processor(folder, {"processor_class": "PaddleOCRVLProcessor"}, images)
+    write_processor(folder, {"processor_class": "PaddleOCRVLProcessor"}, PICTURES)
+    return folder
+
+
+def write_pocket_seeing(folder: Path) -> Path:
+    """The pocket target behind a random PaddleOCR-VL's eyes (``seeing``): for text it is the pocket target."""
+    from transformers import PaddleOCRVLConfig, PaddleOCRVLForConditionalGeneration
+
+    pocket = json.loads((engines.TARGET / "config.json").read_text())
+    names = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    sizes = {name: pocket[name] for name in (*names, "head_dim", "vocab_size", "rms_norm_eps", "rope_parameters")}
+    config = PaddleOCRVLConfig(
+        text_config=SMALL | sizes, vision_config=EYES, image_token_id=IMAGE_TOKEN, tie_word_embeddings=True
+    )
+    write_random(folder, config, PaddleOCRVLForConditionalGeneration)
+    write_processor(folder, {"processor_class": "PaddleOCRVLProcessor"}, PICTURES)
+    file = folder / "model.safetensors"
+    eyes = {name: tensor for name, tensor in load_file(file).items() if not name.startswith(("model.", "lm_head."))}
+    save_file(eyes | load_file(engines.TARGET / "model.safetensors"), file)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"architectures": ["PocketSeeing"]}))
     return folder
