@@ -147,7 +147,7 @@ def test_an_import_that_points_up_is_named(tmp_path, line):
 
 
 NAMELESS = ("engine/runner.py", "engine/speculators/base.py", "engine/step.py")
-WORDS = r"trees?|continuity|contemplat\w*|adapt\w*|rout\w+|record\w*|heterospec|confu|whiflash"
+WORDS = r"trees?|continuity|contemplat\w*|adapt\w*|rout\w+|record\w*|heterospec|confu|whiflash|mrope"
 
 
 @pytest.mark.parametrize("file", NAMELESS)

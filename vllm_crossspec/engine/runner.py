@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 
@@ -155,6 +156,16 @@ class MatchRunner(Native):
         if self.step is not None and self.step.has_drafts:
             self.draft_state.lay_out(self.step, self.req_states.prefill_len.gpu)
         return prepared
+
+    def _set_active_loras(
+        self, prompt_lora_mapping: tuple[int, ...], token_lora_mapping: tuple[int, ...], *others: Any, **options: Any
+    ) -> None:
+        """An adapter's output layer is told whose every row with logits is; vLLM counts one row a request."""
+        step = self.step
+        if step is not None and step.has_drafts:
+            counts = np.diff(step.batch.cu_num_logits_np)
+            prompt_lora_mapping = tuple(np.repeat(prompt_lora_mapping, counts).tolist())
+        super()._set_active_loras(prompt_lora_mapping, token_lora_mapping, *others, **options)
 
     def sample_tokens(self, grammar_output: Any) -> Any:
         """Keep hold of the tapped states, which features read and move."""

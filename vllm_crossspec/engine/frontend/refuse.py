@@ -95,7 +95,6 @@ def check_target(settings: CrossSpecConfig, model_config: Any) -> None:
         return
     kinds = {
         "recurrent (mamba) layers": model_config.is_hybrid or model_config.is_attention_free,
-        "M-RoPE positions": model_config.uses_mrope,
         "latent attention (MLA)": model_config.use_mla,
     }
     if settings.contemplates:  # soft prompts stand in front of the text, and a window ends before them
@@ -137,6 +136,8 @@ def unsupported_features(vllm_config: Any) -> list[str]:
             found.append(f"adaptive trees with data parallelism {why} (leave out adaptive)")
         if settings.is_routed:
             found.append(f"several drafters with data parallelism {why} (give one drafter)")
+    if settings.is_routed and vllm_config.kv_transfer_config is not None:
+        found.append("KV connectors with several drafters of vllm_crossspec (layers are saved before all have caught up)")
     if settings.verification == "match":
         found.extend(_unsupported_by_match(vllm_config))
     if settings.has_trees:
@@ -160,7 +161,7 @@ def _unsupported_by_trees(vllm_config: Any) -> list[str]:
     """What draft trees do not do; chains do."""
     found = []
     if vllm_config.kv_transfer_config is not None:
-        found.append("KV connectors with draft trees (layers are saved before the accepted path is in place)")
+        found.append("KV connectors with draft trees (layers are saved before the accepted path is in place; set tree to chain)")
     if vllm_config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         found.append(
             f"a KV cache in {vllm_config.cache_config.cache_dtype} with draft trees (use --kv-cache-dtype auto)"

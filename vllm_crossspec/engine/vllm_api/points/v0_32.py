@@ -302,6 +302,8 @@ vllm.v1.worker.gpu.model_runner
       valid_dummy_state_slots randomize_inputs kwargs) - called: the steps that are timed; its step_timing and
       decode_query_len are exchanged meanwhile
   GPUModelRunner._remove_request(self req_id) - overridden: what drafters missed of a request that leaves is taken in
+  GPUModelRunner._set_active_loras(self prompt_lora_mapping token_lora_mapping lora_requests mapping_type) - overridden:
+      which adapter each row with logits has
   GPUModelRunner.add_requests(self scheduler_output) - overridden: what each request lets its drafter do
   GPUModelRunner.capture_model(self profile_only) - overridden: steps are timed once they are captured
   GPUModelRunner.execute_model(self scheduler_output intermediate_tensors dummy_run skip_attn_for_dummy_run is_profile
