@@ -130,7 +130,9 @@ def unsupported_features(vllm_config: Any) -> list[str]:
     if settings.is_adaptive and parallel.data_parallel_size > 1:
         found.append("data parallelism with adaptive trees (ranks would draft apart)")
     if settings.is_routed and vllm_config.kv_transfer_config is not None:
-        found.append("KV connectors with several drafters of vllm_crossspec (layers are saved before all have caught up)")
+        found.append(
+            "KV connectors with several drafters of vllm_crossspec (layers are saved before all have caught up)"
+        )
     if settings.is_routed and parallel.data_parallel_size > 1:
         found.append("data parallelism with several drafters of vllm_crossspec (ranks would draft apart)")
     if settings.verification == "match":
@@ -156,7 +158,9 @@ def _unsupported_by_trees(vllm_config: Any) -> list[str]:
     """What draft trees do not do; chains do."""
     found = []
     if vllm_config.kv_transfer_config is not None:
-        found.append("KV connectors with draft trees (layers are saved before the accepted path is in place; set tree to chain)")
+        found.append(
+            "KV connectors with draft trees (layers are saved before the accepted path is in place; set tree to chain)"
+        )
     if vllm_config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         found.append(
             f"a KV cache in {vllm_config.cache_config.cache_dtype} with draft trees (use --kv-cache-dtype auto)"
