@@ -324,7 +324,8 @@ vllm.v1.worker.gpu.model_states.default
   DefaultModelState.dummy_inputs_embeds(self num_tokens) - stood in for on the instance: so do dummy runs
   DefaultModelState.prepare_dummy_inputs(self num_reqs num_tokens) - stood in for on the instance: CUDA graphs read the
       same embeddings
-  DefaultModelState.prepare_inputs(self input_batch req_states) - stood in for on the instance: M-RoPE positions of trees
+  DefaultModelState.prepare_inputs(self input_batch req_states) - stood in for on the instance: M-RoPE positions of
+      trees
   DefaultModelState.prepare_inputs_embeds(self scheduled_encoder_inputs input_batch req_states) - stood in for on the
       instance: embeddings of contemplate rows (``uses_inputs_embeds`` asks for it)
 vllm.v1.worker.gpu.sample.gumbel
