@@ -46,7 +46,9 @@ def write_pocket_moe(folder: Path, num_experts: int = 4, scale: float = 1.0) -> 
             continue
         is_last = matrix == "down_proj.weight"
         for expert, part in enumerate(tensor.split(width, dim=1 if is_last else 0)):
-            tensors[f"{layer}.mlp.experts.{expert}.{matrix}"] = (part * num_experts * scale if is_last else part).contiguous()
+            tensors[f"{layer}.mlp.experts.{expert}.{matrix}"] = (
+                part * num_experts * scale if is_last else part
+            ).contiguous()
         tensors[f"{layer}.mlp.gate.weight"] = torch.zeros(num_experts, config["hidden_size"], dtype=tensor.dtype)
     save_file(tensors, folder / "model.safetensors")
     copy_tokenizer(folder)

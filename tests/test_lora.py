@@ -25,7 +25,7 @@ SPECS = {
     "whiflash": {**engines.both("dflash"), "router": {"policy": "entropy", "threshold": 1.0}},
 }
 SETTINGS = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_num_batched_tokens": 256}
-"""On a CPU vLLM gives requests without an adapter what is in the last place (its index is -1), so that one is left empty."""
+"""On a CPU requests without an adapter get what is in the last place (their index is -1), so that one is left empty."""
 WIDTHS = {"self_attn.q_proj": (256, 256), "self_attn.v_proj": (256, 128), "mlp.down_proj": (768, 256)}
 """Of the pocket target's matrices, in and out."""
 

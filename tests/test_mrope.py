@@ -54,4 +54,3 @@ def test_mrope_trees_of_text_and_multimodal_requests_are_plains(target, plain):
         assert found.counts.accepted > 20
         llm.collective_rpc(forget_the_shifts)
         assert target_kinds.answers(llm, REQUESTS).texts != plain
-

@@ -160,7 +160,7 @@ class MatchRunner(Native):
     def _set_active_loras(
         self, prompt_lora_mapping: tuple[int, ...], token_lora_mapping: tuple[int, ...], *others: Any, **options: Any
     ) -> None:
-        """An adapter's output layer is told whose every row with logits is; vLLM counts one row a request."""
+        """A LoRA of the output layer is told whose every row with logits is; vLLM counts one row a request."""
         step = self.step
         if step is not None and step.has_drafts:
             counts = np.diff(step.batch.cu_num_logits_np)

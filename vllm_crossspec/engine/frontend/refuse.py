@@ -137,7 +137,9 @@ def unsupported_features(vllm_config: Any) -> list[str]:
         if settings.is_routed:
             found.append(f"several drafters with data parallelism {why} (give one drafter)")
     if settings.is_routed and vllm_config.kv_transfer_config is not None:
-        found.append("KV connectors with several drafters of vllm_crossspec (layers are saved before all have caught up)")
+        found.append(
+            "KV connectors with several drafters of vllm_crossspec (layers are saved before all have caught up)"
+        )
     if settings.verification == "match":
         found.extend(_unsupported_by_match(vllm_config))
     if settings.has_trees:
@@ -161,7 +163,9 @@ def _unsupported_by_trees(vllm_config: Any) -> list[str]:
     """What draft trees do not do; chains do."""
     found = []
     if vllm_config.kv_transfer_config is not None:
-        found.append("KV connectors with draft trees (layers are saved before the accepted path is in place; set tree to chain)")
+        found.append(
+            "KV connectors with draft trees (layers are saved before the accepted path is in place; set tree to chain)"
+        )
     if vllm_config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
         found.append(
             f"a KV cache in {vllm_config.cache_config.cache_dtype} with draft trees (use --kv-cache-dtype auto)"

@@ -302,8 +302,6 @@ vllm.v1.worker.gpu.model_runner
       valid_dummy_state_slots randomize_inputs kwargs) - called: the steps that are timed; its step_timing and
       decode_query_len are exchanged meanwhile
   GPUModelRunner._remove_request(self req_id) - overridden: what drafters missed of a request that leaves is taken in
-  GPUModelRunner._set_active_loras(self prompt_lora_mapping token_lora_mapping lora_requests mapping_type) - overridden:
-      which adapter each row with logits has
   GPUModelRunner.add_requests(self scheduler_output) - overridden: what each request lets its drafter do
   GPUModelRunner.capture_model(self profile_only) - overridden: steps are timed once they are captured
   GPUModelRunner.execute_model(self scheduler_output intermediate_tensors dummy_run skip_attn_for_dummy_run is_profile
@@ -331,6 +329,8 @@ vllm.v1.worker.gpu.model_states.default
   DefaultModelState.dummy_inputs_embeds(self num_tokens) - stood in for on the instance: so do dummy runs
   DefaultModelState.prepare_dummy_inputs(self num_reqs num_tokens) - stood in for on the instance: CUDA graphs read the
       same embeddings
+  DefaultModelState.prepare_inputs(self input_batch req_states) - stood in for on the instance: M-RoPE positions of
+      trees
   DefaultModelState.prepare_inputs_embeds(self scheduled_encoder_inputs input_batch req_states) - stood in for on the
       instance: embeddings of contemplate rows (``uses_inputs_embeds`` asks for it)
 vllm.v1.worker.gpu.sample.gumbel
@@ -491,6 +491,9 @@ vllm.v1.worker.gpu.structured_outputs
       - relied on: a grammar has one mask for each of a request's drafts and the root
 vllm.v1.worker.gpu_worker
   Worker._make_model_runner(self) - overridden: our runner
+vllm.v1.worker.lora_model_runner_mixin
+  LoRAModelRunnerMixin._set_active_loras(self prompt_lora_mapping token_lora_mapping lora_requests mapping_type) -
+      overridden: which adapter each row with logits has
 vllm.v1.worker.utils
   AttentionGroup.map_to_kernel_block_table(self block_table ubatch_idx) - called: block tables as graphs of drafters'
       own passes read them
