@@ -62,7 +62,7 @@ def test_a_row_is_parsed_as_it_reads():
 
 def test_all_that_is_replaced_is_replaced_in_few_places():
     """For a whole process: by the hooks, by what mends vLLM on a CPU, and for a moment by the worker of a CPU and
-    while a model, or a drafter with a dtype of its own, is loaded there; and while a drafter is made whole on a rank."""
+    while a model, or a drafter with a dtype of its own, is loaded there, and while a drafter is made whole."""
     where = {Path(use.where).name.partition(":")[0] for use in scan().uses if use.how == "replaces"}
     assert where == {"hooks.py", "cpu_products.py", "cpu_patches.py", "worker.py", "weights.py"}
 
