@@ -12,8 +12,8 @@ WORKERS = 2
 LONGEST = (
     "test_server", "test_walkthrough", "test_soak", "test_flashhead_engine", "test_benchmarks", "test_records",
     "test_draft_model", "test_flashhead", "test_confu_engine", "test_cpu_lane", "test_whiflash", "test_trees",
-    "test_continuity", "test_batch", "test_dart", "test_inflate", "test_tail_attention", "test_lossless", "test_compiled_kernels",
-    "test_bench", "test_cli",
+    "test_continuity", "test_batch", "test_dart", "test_inflate", "test_tail_attention", "test_lossless",
+    "test_compiled_kernels", "test_bench", "test_cli",
     "test_cpu_compiler_tensors", "test_random_kernels", "test_confu_futures", "test_training_confu_runs",
 )  # fmt: skip
 """Files that take about twenty seconds or more, the longest first: none of them may be what a worker begins last."""
