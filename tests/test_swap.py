@@ -1,9 +1,10 @@
-"""Drafters get new weights while their engine serves: no text changes, and drafts are those of the new weights at once."""
+"""Drafters get new weights while their engine serves: no text changes, and new weights draft at once."""
 
 import functools
 import json
 import shutil
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,6 @@ from engines import (
     DART,
     DFLASH,
     EAGLE3,
-    K,
     NGRAM,
     POCKET,
     async_scheduling_on_cpu,
@@ -28,6 +28,10 @@ from engines import (
     tree,
 )
 from safetensors.torch import load_file, save_file
+from servers import serving
+from typer.testing import CliRunner
+
+from vllm_crossspec.cli.app import app
 
 pytestmark = pytest.mark.e2e
 
@@ -86,7 +90,9 @@ def drafted(llm, texts, max_tokens=16):
     """Token ids, the drafts of all rounds, and what was accepted of them."""
 
     def accepted():
-        return [(own["drafts"], own["accepted_per_position"]) for own in llm.collective_rpc("crossspec_stats")[0].values()]
+        return [
+            (own["drafts"], own["accepted_per_position"]) for own in llm.collective_rpc("crossspec_stats")[0].values()
+        ]
 
     before = accepted()
     llm.collective_rpc(note_drafts)
@@ -322,7 +328,10 @@ REFUSED = [
     (_drop, "swap of drafter eagle3: {}: it has no tensor fc.weight, as the loaded drafter has"),
     (_narrow, "its fc.weight is bfloat16 [256, 512], and the loaded drafter's bfloat16 [256, 768]"),
     (_widen, "its norm.weight is float32 [256], and the loaded drafter's bfloat16 [256]"),
-    (_other_tokens, "its d2t differs from the loaded drafter's, so that it drafts other tokens; start an engine with it"),
+    (
+        _other_tokens,
+        "its d2t differs from the loaded drafter's, so that it drafts other tokens; start an",
+    ),
     (_one_more, "it has a tensor embed_tokens.weight, which the loaded drafter has not"),
     (_without_config, "has no config.json; it is not a checkpoint folder"),
     (_without_weights, "holds no .safetensors or .bin weights"),
@@ -370,19 +379,17 @@ def test_swap_that_fails_leaves_the_old_drafter_as_it_was(tmp_path):
 
 
 def test_swap_of_what_has_no_weights_or_has_clusters(tmp_path):
-    spec = {
-        "method": "whiflash",
-        "router": {"policy": "entropy", "threshold": 0.0},
-        "drafters": {
-            "eagle3": {"model": str(EAGLE3), "head": {"type": "flashhead", "model": str(POCKET / "flashhead-eagle3")}},
-            "suffix": {},
-        },
-    }
+    head = {"type": "flashhead", "model": str(POCKET / "flashhead-eagle3")}
+
+    def spec(folder):
+        drafters = {"eagle3": {"model": str(folder), "head": head}, "suffix": {}}
+        return {"method": "whiflash", "router": {"policy": "entropy", "threshold": 0.0}, "drafters": drafters}
+
     same_head = changed(EAGLE3, tmp_path / "same", keep=("lm_head",))
     texts, expected_text = sixteen()[-TEXTS:], beginnings()[-TEXTS:]
-    with engine({**spec, "drafters": {**spec["drafters"], "eagle3": {**spec["drafters"]["eagle3"], "model": str(same_head)}}}) as llm:
+    with engine(spec(same_head)) as llm:
         expected = drafted(llm, texts)
-    with engine(spec) as llm:
+    with engine(spec(EAGLE3)) as llm:
         with pytest.raises(ValueError, match="swap of drafter suffix: it has no weights that could be swapped"):
             swap(llm, "suffix", EAGLE3)
         with pytest.raises(ValueError, match="the clusters of the loaded drafter's head are of that one's"):
@@ -490,3 +497,33 @@ def test_swap_by_vllms_own_update_of_one_of_several():
         llm.finish_weight_update()
         assert drafted(llm, texts) == expected
     assert expected[0] == expected_text
+
+
+# ---- under `vllm serve`
+
+
+def test_swap_under_vllm_serve(monkeypatch):
+    """By the command, with sixteen requests in flight; a checkpoint that does not fit is one sentence."""
+    texts, expected = sixteen(), beginnings()
+    with engine(None) as llm:
+        expected = [llm.get_tokenizer().decode(ids, skip_special_tokens=True) for ids in expected]
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
+    settings = ("--max-num-seqs", "16", "--max-num-batched-tokens", "1024")
+    with serving(ours("eagle3", EAGLE3), *settings) as server, ThreadPoolExecutor(16) as pool:
+        client, address = server.client(), f"http://127.0.0.1:{server.port}"
+
+        def ask(text):
+            answer = client.completions.create(model="pocket", prompt=text, temperature=0, max_tokens=16)
+            return answer.choices[0].text
+
+        answers = pool.map(ask, texts)
+        for folder in (LONGER, EAGLE3, LONGER):
+            done = CliRunner().invoke(app, ["swap", address, "eagle3", str(folder)])
+            assert done.output == "new weights: eagle3\n", done
+        assert list(answers) == expected
+        assert list(pool.map(ask, texts)) == expected
+        refused = CliRunner().invoke(app, ["swap", address, "eagle3", str(DFLASH)])
+        assert "swap of drafter eagle3" in str(refused.exception) and "architectures" in str(refused.exception)
+        assert server.wait_for_metric("crossspec:drafter_swaps_total", above=2, drafter="eagle3") == 3
+    refused = CliRunner().invoke(app, ["swap", address, "eagle3", str(LONGER)])
+    assert "does not answer" in str(refused.exception)

@@ -71,7 +71,7 @@ class Manifest(NamedTuple):
                     f"{self.config.get(name)!r}; start an engine with it"
                 )
             if self.has_mask_file != other.has_mask_file:
-                raise ValueError(f"{key}: only one of it and the loaded drafter has a {MASK_FILE}; give both or neither")
+                raise ValueError(f"{key}: of it and the loaded drafter one has a {MASK_FILE}; start an engine with it")
         if missing := sorted(self.shapes.keys() - other.shapes.keys()):
             raise ValueError(f"{key}: it has no tensor {missing[0]}{_more(missing)}, as the loaded drafter has")
         if new := sorted(other.shapes.keys() - self.shapes.keys()):
@@ -110,7 +110,8 @@ def read_tensors(folder: Path, key: str) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder / name for name in names):
         with open_tensors(file, f"{key}: {file}") as opened:
-            tensors.update({name: opened.get_tensor(name) for name in opened.keys()})
+            names_in = opened.keys()
+            tensors.update({name: opened.get_tensor(name) for name in names_in})
     for file in sorted(folder.glob("*.bin")) if not names else []:
         tensors.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
     return tensors

@@ -102,21 +102,21 @@ NEVER = 1 << 40
 """More blocks than any request has."""
 
 
-def forget_prefixes(scheduler: Any) -> None:
+def forget_prefixes(scheduler: Scheduler) -> None:
     """Nobody finds what was computed so far in the prefix cache any more, nor what running requests will compute.
 
     Their tokens go on with the blocks that they have. vLLM's own reset would refuse while requests run, or have them
     computed once more.
     """
-    cache = scheduler.kv_cache_manager
-    if not cache.enable_caching:
+    cache_manager = scheduler.kv_cache_manager
+    if not cache_manager.enable_caching:
         return
-    managers = cache.coordinator.single_type_managers
-    for pool in dict.fromkeys(manager.block_pool for manager in managers):
+    coordinator = cache_manager.coordinator
+    for pool in dict.fromkeys(single_type.block_pool for single_type in coordinator.single_type_managers):
         pool.evict_blocks(set(range(pool.num_gpu_blocks)))
-    for manager in managers:
-        for req_id in manager.num_cached_block:
-            manager.num_cached_block[req_id] = NEVER
+    for single_type in coordinator.single_type_managers:
+        for req_id in single_type.num_cached_block:
+            single_type.num_cached_block[req_id] = NEVER
 
 
 @functools.cache

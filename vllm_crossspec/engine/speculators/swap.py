@@ -120,7 +120,9 @@ class DrafterSwaps:
         owner = self._owner_of(name, key)
         path = Path(folder).expanduser()
         if not path.is_dir():
-            raise ValueError(f"{key}: there is no folder {folder!r}; give the checkpoint's folder on the engine's machine")
+            raise ValueError(
+                f"{key}: there is no folder {folder!r}; give the checkpoint's folder on the engine's machine"
+            )
         key = f"{key}: {folder}"
         tensors = read_tensors(path, key)
         self._prepare(owner, tensors, Manifest.of(tensors, path, key), key, path)
@@ -175,10 +177,14 @@ class DrafterSwaps:
             )
         model = proposer.speculative_config.draft_model_config
         if model.quantization is not None:
-            raise ValueError(f"{key}: its weights are quantised ({model.quantization}); start an engine with the others")
+            raise ValueError(
+                f"{key}: its weights are quantised ({model.quantization}); start an engine with the others"
+            )
         mode = proposer.engine_config.compilation_config.mode
         if self.device.type == "cpu" and mode != CompilationMode.NONE:
-            raise ValueError(f"{key}: compiled layers on a CPU keep their weights; start the engine with --enforce-eager")
+            raise ValueError(
+                f"{key}: compiled layers on a CPU keep their weights; start the engine with --enforce-eager"
+            )
         return owner
 
     def _prepare(
@@ -226,14 +232,16 @@ class DrafterSwaps:
                 raise ValueError(f"{key}: it {what} (embedding or output layer); start an engine with it")
             for mine, its in _tensors(before, after):
                 if mine.shape != its.shape or mine.dtype != its.dtype:
-                    raise ValueError(f"{key}: it is laid out in another way than the loaded drafter; start an engine with it")
+                    raise ValueError(
+                        f"{key}: it is laid out in another way than the loaded drafter; start an engine with it"
+                    )
                 if mine.numel() and storages.setdefault(mine.data_ptr(), its.data_ptr()) != its.data_ptr():
                     raise ValueError(f"{key}: it has twice what the loaded drafter shares; start an engine with it")
         has_head = any(
             self.settings.owner_of(name) == owner and self.settings.drafters[name].head is not None
             for name in self.proposers
         )
-        if has_head and not torch.equal(old.lm_head.weight, new.lm_head.weight):  # type: ignore[arg-type, union-attr]
+        if has_head and not torch.equal(old.lm_head.weight, new.lm_head.weight):
             raise ValueError(
                 f"{key}: its output layer differs, and the clusters of the loaded drafter's head are of that one's; "
                 "start an engine with it and with clusters of its own, or leave out head"
