@@ -50,6 +50,12 @@ RECEIVERS = {
     "speculative_config": "vllm.config.speculative.SpeculativeConfig",
     "engine_args": "vllm.engine.arg_utils.EngineArgs",
     "processor": "vllm.model_executor.layers.logits_processor.LogitsProcessor",
+    "compilation": "vllm.config.compilation.CompilationConfig",
+    "core": "vllm.v1.engine.core.EngineCore",
+    "cache_manager": "vllm.v1.core.kv_cache_manager.KVCacheManager",
+    "coordinator": "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator",
+    "single_type": "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager",
+    "pool": "vllm.v1.core.block_pool.BlockPool",
 }
 
 ANCESTORS = {
@@ -74,6 +80,8 @@ UNNAMED = {
         f"{_GPU}.spec_decode.dflash.speculator",
         "DFlashSpeculator._prepare_graph_forward",
     ),
+    ("vllm_crossspec/engine/core.py", "vllm.v1.worker.gpu_worker", "Worker.finish_weight_update"),
+    ("vllm_crossspec/engine/core.py", "vllm.v1.worker.gpu_worker", "Worker.start_draft_weight_update"),
 }
 
 FOREIGN = {

@@ -17,6 +17,7 @@ ROOMS = [
     "plugin",
     "engine.jobs",
     "engine.hooks",
+    "engine.core",
     "engine.cpu_patches",
     "engine.worker",
     "engine.runner",

@@ -19,6 +19,7 @@ from vllm_crossspec.cli.inflate import inflate
 from vllm_crossspec.cli.ngram import app as ngram_app
 from vllm_crossspec.cli.processes import EngineError
 from vllm_crossspec.cli.router import oracle, trace
+from vllm_crossspec.cli.swap import swap
 from vllm_crossspec.names import DEBUG_VARIABLE
 
 USAGE_ERROR = 2
@@ -32,7 +33,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, bench, batch, doctor, collect, costs, oracle, trace, inflate):
+for command in (demo, bench, batch, doctor, collect, costs, oracle, trace, inflate, swap):
     app.command()(command)
 for group in (calibrate_app, ngram_app, flashhead_app):
     app.add_typer(group)

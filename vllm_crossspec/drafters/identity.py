@@ -53,9 +53,7 @@ def identify(model: str, key: str, revision: str | None = None) -> Identity:
     from vllm_crossspec.drafters.checkpoint import read_config  # transformers takes seconds to import
 
     config = read_config(model, key, revision)
-    folder = Path(model).expanduser()
-    if not folder.is_dir():
-        folder = _cached_folder(model, revision) or folder
+    folder = local_folder(model, revision) or Path(model)
     kept = {name: value for name, value in config.items() if name not in _VOLATILE_KEYS}
     canonical = json.dumps(kept, sort_keys=True, separators=(",", ":"))
     return Identity(_short_name(model), hashlib.sha256(canonical.encode()).hexdigest(), _weights_hash(folder))
@@ -69,8 +67,11 @@ def known_model(model: str, revision: str | None = None) -> Identity | None:
         return None
 
 
-def _cached_folder(model: str, revision: str | None) -> Path | None:
-    """Where the hub's client keeps the files of a repository, if it has them."""
+def local_folder(model: str, revision: str | None = None) -> Path | None:
+    """The folder that a user names, or where the hub's client keeps the files of a repository, if it has them."""
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return folder
     from huggingface_hub import try_to_load_from_cache
 
     found = try_to_load_from_cache(model, "config.json", revision=revision)

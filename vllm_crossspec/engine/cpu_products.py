@@ -142,6 +142,12 @@ def _bfloat16(native: Choose) -> Choose:
     return choose
 
 
+def take_products(layer: nn.Module, other: nn.Module) -> None:
+    """Have a layer of a CPU multiply with what another of its kind multiplies with; nothing elsewhere."""
+    if "cpu_linear" in vars(other):
+        layer.cpu_linear = other.cpu_linear
+
+
 def _is_float32_matrix(weight: torch.Tensor) -> bool:
     return weight.ndim == 2 and weight.dtype == torch.float32
 

@@ -203,6 +203,15 @@ def _hook_engine_core() -> None:
         return kv_cache_config
 
     EngineCore._initialize_kv_caches = initialize_kv_caches
+    own_rpc = EngineCore.collective_rpc
+
+    @functools.wraps(own_rpc)
+    def collective_rpc(self: Any, method: Any, *rest: Any, **options: Any) -> list[Any]:
+        from vllm_crossspec.engine import core
+
+        return core.collective_rpc(self, functools.partial(own_rpc, self), method, *rest, **options)
+
+    EngineCore.collective_rpc = collective_rpc
 
 
 def _hook_scheduler() -> None:
@@ -270,6 +279,38 @@ def _add_worker_methods() -> None:
 
         return round_shares.end(self.model_runner)
 
+    def problem_of(prepare: Any) -> str | None:
+        try:
+            prepare()
+        except ValueError as problem:
+            return str(problem)
+        return None
+
+    def crossspec_prepare_swap(self: Any, drafter: str, folder: str) -> str | None:
+        """Load other weights for a drafter beside those in use (see ``engine.speculators.swap``); why not, if not."""
+        return problem_of(lambda: self.model_runner.speculator.swaps.prepare(drafter, folder))
+
+    def crossspec_begin_receiving(self: Any) -> None:
+        """Weights of drafters are about to come by vLLM's own update."""
+        self.model_runner.speculator.swaps.begin_receiving()
+
+    def crossspec_prepare_received(self: Any) -> str | None:
+        """As ``crossspec_prepare_swap``, with what came; nothing where it was not the drafters'."""
+        return problem_of(self.model_runner.speculator.swaps.prepare_received)
+
+    def crossspec_commit_swap(self: Any) -> list[str]:
+        """Draft with what was prepared; names of the drafters that changed."""
+        return self.model_runner.speculator.commit_swap()
+
+    def crossspec_abandon_swap(self: Any) -> None:
+        """Forget what was prepared."""
+        self.model_runner.speculator.swaps.abandon()
+
+    WorkerBase.crossspec_prepare_swap = crossspec_prepare_swap
+    WorkerBase.crossspec_begin_receiving = crossspec_begin_receiving
+    WorkerBase.crossspec_prepare_received = crossspec_prepare_received
+    WorkerBase.crossspec_commit_swap = crossspec_commit_swap
+    WorkerBase.crossspec_abandon_swap = crossspec_abandon_swap
     WorkerBase.crossspec_stats = crossspec_stats
     # Decisions, switches and catch-ups (``metrics.routing``), and trees and levels by bin (``metrics.adaptive``).
     WorkerBase.crossspec_routing = functools.partialmethod(feature_stats, "routing")

@@ -98,6 +98,27 @@ class OptOutScheduler(Native):
         return super().make_spec_decoding_stats(spec_decoding_stats, *arguments, request_id=request_id, **options)
 
 
+NEVER = 1 << 40
+"""More blocks than any request has."""
+
+
+def forget_prefixes(scheduler: Scheduler) -> None:
+    """Nobody finds what was computed so far in the prefix cache any more, nor what running requests will compute.
+
+    Their tokens go on with the blocks that they have. vLLM's own reset would refuse while requests run, or have them
+    computed once more.
+    """
+    cache_manager = scheduler.kv_cache_manager
+    if not cache_manager.enable_caching:
+        return
+    coordinator = cache_manager.coordinator
+    for pool in dict.fromkeys(single_type.block_pool for single_type in coordinator.single_type_managers):
+        pool.evict_blocks(set(range(pool.num_gpu_blocks)))
+    for single_type in coordinator.single_type_managers:
+        for req_id in single_type.num_cached_block:
+            single_type.num_cached_block[req_id] = NEVER
+
+
 @functools.cache
 def with_opting_out(scheduler: type) -> type:
     """``scheduler`` with the above; one that does not descend from vLLM's stays as it is."""

@@ -1,13 +1,17 @@
 """Building a drafter's model so that several can live beside one target."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
 
+import torch
 from torch import nn
 from vllm.compilation.backends import set_model_tag
 from vllm.config import SpeculativeConfig, VllmConfig, replace
 from vllm.distributed import get_pp_group, parallel_state
 from vllm.model_executor.model_loader import get_model
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 from vllm.model_executor.model_loader.utils import get_draft_load_config
 from vllm.v1.worker.gpu.spec_decode.eagle.utils import (
     _should_share,
@@ -15,6 +19,43 @@ from vllm.v1.worker.gpu.spec_decode.eagle.utils import (
     maybe_share_target_embed,
 )
 from vllm.v1.worker.gpu.spec_decode.utils import get_pp_safe_draft_load_config
+
+_given: ContextVar[Mapping[str, torch.Tensor] | None] = ContextVar("given", default=None)
+
+
+class _GivenTensors(BaseModelLoader):
+    """vLLM's loading of a model, from tensors at hand."""
+
+    def __init__(self, load_config: Any, tensors: Mapping[str, torch.Tensor]):
+        super().__init__(load_config)
+        self.tensors = tensors
+
+    def download_model(self, model_config: Any) -> None:
+        """They are here."""
+
+    def load_weights(self, model: Any, model_config: Any) -> None:
+        """All of them, by the model's own loaders: of several ranks each takes its part."""
+        model.load_weights(iter(self.tensors.items()))
+
+
+@contextlib.contextmanager
+def loading_from(tensors: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Have drafters that are loaded meanwhile take these tensors, named as in a checkpoint, and read no file."""
+    token = _given.set(tensors)
+    try:
+        yield
+    finally:
+        _given.reset(token)
+
+
+def _load(vllm_config: VllmConfig, model_config: Any, name: str, tag: str) -> nn.Module:
+    """A model under the layer prefix of the drafter ``name``, on the ranks that its settings ask for."""
+    assert vllm_config.speculative_config is not None
+    tensors, prefix = _given.get(), f"drafter_{name}"
+    with set_model_tag(tag), draft_ranks(vllm_config.speculative_config):
+        if tensors is None:
+            return get_model(vllm_config=vllm_config, model_config=model_config, prefix=prefix)
+        return _GivenTensors(vllm_config.load_config, tensors).load_model(vllm_config, model_config, prefix)
 
 
 def load_drafter(target_model: nn.Module, vllm_config: VllmConfig, name: str, tag: str) -> nn.Module:
@@ -34,10 +75,7 @@ def load_drafter(target_model: nn.Module, vllm_config: VllmConfig, name: str, ta
     assert speculative is not None
     load_config = get_pp_safe_draft_load_config(get_draft_load_config(vllm_config))
     vllm_config = replace(vllm_config, load_config=load_config)
-    with set_model_tag(tag), draft_ranks(speculative):
-        model = get_model(
-            vllm_config=vllm_config, model_config=speculative.draft_model_config, prefix=f"drafter_{name}"
-        )
+    model = _load(vllm_config, speculative.draft_model_config, name, tag)
     language_model = target_model.get_language_model() if hasattr(target_model, "get_language_model") else target_model
     maybe_share_target_embed(model, model.model, getattr(language_model, "model", language_model))
     head = get_target_lm_head(target_model, language_model)
@@ -94,6 +132,4 @@ def load_language_model(draft_config: VllmConfig, name: str) -> nn.Module:
         draft_config: of :func:`standalone_config`.
         name: of the drafter.
     """
-    assert draft_config.speculative_config is not None
-    with set_model_tag("draft_model"), draft_ranks(draft_config.speculative_config):
-        return get_model(vllm_config=draft_config, model_config=draft_config.model_config, prefix=f"drafter_{name}")
+    return _load(draft_config, draft_config.model_config, name, "draft_model")

@@ -1,5 +1,6 @@
 """Acceptance by drafter, kept on the device."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ class AcceptanceCounters:
         rows_per_node: rows of the step for every draft; with 2, half of what is rejected are contemplate rows.
 
     Attributes:
+        swaps: how often each drafter got new weights.
         modes: int32 [S] what each slot's request lets its drafter draft (``types``); to be replaced by the
             engine's own.
     """
@@ -36,6 +38,7 @@ class AcceptanceCounters:
         rows_per_node: int = 1,
     ):
         self.names, self.num_positions, self.contemplates = names, num_positions, rows_per_node > 1
+        self.swaps = dict.fromkeys(names, 0)
         self.counts = torch.zeros(len(names), 3 + num_positions, dtype=torch.int64, device=device)
         self.drafted_by = torch.full((max_num_reqs,), -1, dtype=torch.int32, device=device)
         self.modes = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)
@@ -44,6 +47,11 @@ class AcceptanceCounters:
         """Forget everything, drafts that wait for their verdict included."""
         self.counts.zero_()
         self.drafted_by.fill_(-1)
+
+    def count_swaps(self, names: Iterable[str]) -> None:
+        """These drafters got new weights."""
+        for name in names:
+            self.swaps[name] += 1
 
     def mark_drafted(self, idx_mapping: torch.Tensor, drafter: int) -> None:
         """Note that ``drafter`` drafted for these slots, int [R]; not for requests that opted out."""

@@ -78,6 +78,7 @@ def _make_counters() -> dict[str, Any]:
             "drafts": "Drafts verified",
             "draft_tokens": "Draft tokens verified",
             "accepted_tokens": "Draft tokens accepted",
+            "drafter_swaps": "Times that the drafter got new weights",
             "router_decisions": "Rounds in which a request was routed to the drafter",
             "router_switches": "Decisions for another drafter than the request's last",
             "router_missed_tokens": "Tokens that the drafter had missed when a request was switched to it",
@@ -149,6 +150,7 @@ def _publish_forever(
             with torch.cuda.stream(stream):
                 current = counters.counts.to("cpu", non_blocking=False)
         publisher.add_acceptance(counters.describe(current))
+        publisher.add_swaps(counters.swaps)
         del counters
         if routing is not None and clock is not None:
             publisher.add_routing(routing.snapshot()["drafters"], dict(clock.seconds))
@@ -193,6 +195,11 @@ class Publisher:
                 self._add(name, totals[name], drafter)
             for position, total in enumerate(totals["accepted_per_position"]):
                 self._add("accepted_tokens_per_pos", total, drafter, position)
+
+    def add_swaps(self, drafters: dict[str, int]) -> None:
+        """How often each drafter got new weights."""
+        for drafter, total in drafters.items():
+            self._add("drafter_swaps", total, drafter)
 
     def add_routing(self, drafters: dict[str, dict[str, Any]], seconds: dict[str, float]) -> None:
         """``RoutingCounters.snapshot``'s by drafter, and seconds by stage."""

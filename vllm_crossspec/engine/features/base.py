@@ -54,6 +54,9 @@ class Feature:
     def measure(self) -> None:
         """Time what the feature goes by, once: after graphs were captured, or where none are, before any request."""
 
+    def swapped(self, names: Sequence[str]) -> None:
+        """These drafters have new weights, in the tensors of the old ones."""
+
     # -- requests come and go -------------------------------------------------------------------------------------
 
     def added(self, requests: Sequence[Any], slots: list[int]) -> None:

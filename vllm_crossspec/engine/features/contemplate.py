@@ -61,7 +61,7 @@ class Contemplate(Feature):
     def loaded(self) -> None:
         """Have the target contemplate: from now on the runner asks for embeddings."""
         runner, settings = self.runner, self.runner.settings
-        name = next(n for n, d in settings.drafters.items() if drafter_kind(d.kind, "").contemplates)
+        self.drafter = name = next(n for n, d in settings.drafters.items() if drafter_kind(d.kind, "").contemplates)
         proposer, state = runner.speculator.proposers[name], runner.draft_state
         self.model, self.taps = proposer.model, runner.speculator.tap_indices[name]
         self._allocate(self.model.contemplate_embed.experts.shape[1])
@@ -77,6 +77,11 @@ class Contemplate(Feature):
             self.model.soft_prompts.keys.shape[2],
             self.num_bytes / 2**20,
         )
+
+    def swapped(self, names: Sequence[str]) -> None:
+        """The target's layers have copies of the soft prompts, whose addresses CUDA graphs hold."""
+        if self.drafter in names:
+            self._place_soft_prompts()
 
     def _allocate(self, hidden: int) -> None:
         """Buffers for S slots and the target's hidden size."""
@@ -108,9 +113,7 @@ class Contemplate(Feature):
     def _install(self) -> None:
         """Give the target's layers their soft prompts, and its forward pass embeddings in the place of token ids."""
         runner = self.runner
-        # Not all that vLLM's forward context holds is attention: the experts of a target are there, too.
-        layers = get_layers_from_vllm_config(runner.vllm_config, AttentionLayerBase)
-        self.soft_bytes = self._place_soft_prompts(layers)
+        self.soft_bytes = self._place_soft_prompts()
         model_state, target = runner.model_state, runner.model
         own_embeds = model_state.prepare_inputs_embeds if runner.uses_inputs_embeds else None
         dummy_inputs = model_state.prepare_dummy_inputs
@@ -131,9 +134,11 @@ class Contemplate(Feature):
         model_state.prepare_dummy_inputs = prepare_dummy_inputs
         model_state.dummy_inputs_embeds = lambda num_tokens: self.inputs_embeds[:num_tokens]
 
-    def _place_soft_prompts(self, layers: dict[str, Any]) -> int:
-        """Each target layer's own heads of its soft prompts; bytes of them all."""
+    def _place_soft_prompts(self) -> int:
+        """Each target layer's own heads of its soft prompts, always in the same place; bytes of them all."""
         prompts = self.model.soft_prompts
+        # Not all that vLLM's forward context holds is attention: the experts of a target are there, too.
+        layers = get_layers_from_vllm_config(self.runner.vllm_config, AttentionLayerBase)
         targets = {extract_layer_index(name): layer for name, layer in layers.items() if not layer.is_draft_layer}
         rank, size = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         num_bytes, total = 0, prompts.keys.shape[1]
@@ -141,7 +146,11 @@ class Contemplate(Feature):
             count = layer.num_kv_heads
             first = rank * count if total >= size else rank * total // size
             both = torch.stack([prompts.keys[index], prompts.values[index]])[:, first : first + count]
-            layer.soft_prompts = both.to(layer.kv_cache_torch_dtype).contiguous()
+            both = both.to(layer.kv_cache_torch_dtype).contiguous()
+            if getattr(layer, "soft_prompts", None) is None:
+                layer.soft_prompts = both
+            else:
+                layer.soft_prompts.copy_(both)
             num_bytes += layer.soft_prompts.nbytes
         return num_bytes
 

@@ -20,6 +20,7 @@ from vllm_crossspec.engine.draft_state import DraftState
 from vllm_crossspec.engine.proposers.base import Proposer
 from vllm_crossspec.engine.requests import WARM_UP_REQUESTS
 from vllm_crossspec.engine.speculators.kept import KeptDrafts
+from vllm_crossspec.engine.speculators.swap import DrafterModels, DrafterSwaps
 from vllm_crossspec.engine.vllm_api.propose import step_inputs
 from vllm_crossspec.engine.vllm_api.speculative import drafter_configs
 from vllm_crossspec.engine.vllm_api.stand_in import StandInSpeculator
@@ -46,6 +47,7 @@ class Speculator(StandInSpeculator):
         features: of the runner, by name; none where vLLM's own runner runs.
         counters: acceptance, by drafter.
         tap_indices: of each drafter, which of the tapped states are its own; after loading.
+        swaps: new weights for loaded drafters; after loading.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
@@ -97,7 +99,8 @@ class Speculator(StandInSpeculator):
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """The models of all proposers, as one module."""
-        return nn.ModuleDict({name: self.proposers[name].model for name in self.settings.owners})
+        models = {name: self.proposers[name].model for name in self.settings.owners}
+        return DrafterModels(models, lambda weights: self.swaps.receive(weights))
 
     def load_model(self, target_model: nn.Module) -> None:
         """Load every proposer, then let the target hand out the union of the layers that they tap."""
@@ -110,6 +113,8 @@ class Speculator(StandInSpeculator):
             if proposer is not owner:
                 proposer.borrow(owner, target_model)
         self.model = self.load_draft_model(target_model, set())
+        packs = self.kept.state is not None  # as our runner loads
+        self.swaps = DrafterSwaps(self.settings, self.proposers, target_model, self.device, packs)
         self.draft_attn_layer_names = set().union(*(p.draft_attn_layer_names for p in self.proposers.values()))
         taps = {name: self.settings.drafters[name].target_layers for name in self.proposers}
         union = tuple(sorted(set().union(*taps.values())))
@@ -122,6 +127,17 @@ class Speculator(StandInSpeculator):
             taps,
             self.active.name,
         )
+
+    def commit_swap(self) -> list[str]:
+        """Drafters that were prepared take their places, between two steps; the names of those that changed."""
+        names = self.swaps.commit()
+        if not names:
+            return names
+        for feature in self.features.values():
+            feature.swapped(names)
+        self.counters.count_swaps(names)
+        logger.info("crossspec: new weights for the drafters %s", names)
+        return names
 
     def set_eplb_state(self, eplb_state: Any) -> None:
         """Handed to every proposer."""

@@ -25,6 +25,8 @@ vllm.compilation.decorators
   support_torch_compile(cls dynamic_arg_dims mark_unbacked_dims enable_if is_encoder) - decorates DART's model
 vllm.config.compilation
   CUDAGraphMode.decode_mode(self) - called: whether decode batches replay whole graphs
+  CompilationConfig.{custom_ops mode static_all_moe_layers static_forward_context} - set on a copy: a drafter's new
+      weights are loaded beside the old ones, whose layers' names they have
 vllm.config.model
   PROCESSED_LOGPROBS_MODES - which log-probabilities are of processed logits
 vllm.config.parallel
@@ -38,6 +40,7 @@ vllm.config.speculative
   SpeculativeConfig.{num_speculative_tokens num_speculative_tokens_per_batch_size} - set: the measured schedule, and a
       drafter's own length
   SpeculativeMethod - the names of methods that vLLM knows
+  SpeculativeConfig.{draft_model_config} - set on a copy: a drafter's new weights come from another folder
 vllm.config.vllm
   VllmConfig._get_v1_model_runner_unsupported_features(self) - replaced: the V1 runner is refused
   VllmConfig._get_v2_model_runner_unsupported_features(self) - replaced: vLLM itself reports what our proposers do not
@@ -90,6 +93,10 @@ vllm.model_executor.layers.vocab_parallel_embedding
       disable_tp) - DART's model is built from it
 vllm.model_executor.model_loader
   get_model(vllm_config model_config prefix load_config) - called when a drafter is loaded
+vllm.model_executor.model_loader.base_loader
+  BaseModelLoader.__init__(self load_config) - called: loads a drafter from tensors at hand
+  BaseModelLoader.download_model(self model_config) - overridden: there is nothing to download
+  BaseModelLoader.load_weights(self model model_config) - overridden: tensors at hand are loaded
 vllm.model_executor.model_loader.utils
   get_draft_load_config(vllm_config) - called when a drafter is loaded
 vllm.model_executor.models.interfaces_base
@@ -205,6 +212,13 @@ vllm.v1.attention.backends.utils
 vllm.v1.attention.selector
   _cached_get_attn_backend(backend attn_selector_config num_heads _run_kv_cache_dtype) - its cache is cleared when the
       attention changes
+vllm.v1.core.block_pool
+  BlockPool.evict_blocks(self block_ids) - called: the prefix cache is forgotten when a drafter gets new weights
+  BlockPool.{num_gpu_blocks} - read: all blocks
+vllm.v1.core.kv_cache_coordinator
+  KVCacheCoordinator.{single_type_managers} - read: what running requests have in the prefix cache
+vllm.v1.core.kv_cache_manager
+  KVCacheManager.{coordinator enable_caching} - read: whether there is a prefix cache, and what is in it
 vllm.v1.core.sched.async_scheduler
   AsyncScheduler._update_after_schedule(self scheduler_output) - overridden: the placeholders of drafts are set here
 vllm.v1.core.sched.output
@@ -221,9 +235,16 @@ vllm.v1.core.sched.scheduler
   Scheduler.schedule(self throttle_prefills) - overridden: rounds are timed where draft lengths follow the load
   Scheduler.{dynamic_sd_lookup} - set: draft lengths that follow the load
   Scheduler.{requests running vllm_config} - read: the requests, and which of them opted out
+  Scheduler.{kv_cache_manager} - read: the prefix cache is forgotten when a drafter gets new weights
+vllm.v1.core.single_type_kv_cache_manager
+  SingleTypeKVCacheManager.{block_pool num_cached_block} - read and set: running requests leave nothing in the prefix
+      cache
 vllm.v1.engine.core
   EngineCore._initialize_kv_caches(self vllm_config) - replaced: the schedule chosen from measured steps is in the
       config before the scheduler is made
+  EngineCore.collective_rpc(self method timeout args kwargs) - replaced: swaps drafters, by itself and at the end of
+      vLLM's updates of weights
+  EngineCore.{scheduler vllm_config} - read: our settings, and the prefix cache
 vllm.v1.engine.input_processor
   InputProcessor._validate_params(self params supported_tasks) - replaced: refuses a request whose extra argument is
       none of ours
@@ -491,6 +512,8 @@ vllm.v1.worker.gpu.structured_outputs
       - relied on: a grammar has one mask for each of a request's drafts and the root
 vllm.v1.worker.gpu_worker
   Worker._make_model_runner(self) - overridden: our runner
+  Worker.finish_weight_update(self) - relied on by name: drafters are swapped after it
+  Worker.start_draft_weight_update(self) - relied on by name: tensors of drafters come after it
 vllm.v1.worker.lora_model_runner_mixin
   LoRAModelRunnerMixin._set_active_loras(self prompt_lora_mapping token_lora_mapping lora_requests mapping_type) -
       overridden: which adapter each row with logits has
