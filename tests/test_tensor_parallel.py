@@ -1,16 +1,21 @@
 """Engines of two tensor-parallel ranks: their text is plain's, their drafts those of one rank.
 
-The ranks are forks of the tests' process, which has imported vLLM already: they start in two seconds, not in twenty.
+The ranks are forks of the tests' process, which has imported vLLM already: they start in two seconds, not in twenty. (Not
+where tests run in one process on several cores.)
 """
 
 import contextlib
 import functools
 import multiprocessing
+import os
 from unittest import mock
 
 import engines
 import pytest
+import torch
 from engines import CONFU, DART, DFLASH, EAGLE3, NGRAM, POCKET, counts, engine, generate, ours, prompts, tree
+
+from vllm_crossspec.cli.processes import BOUND_CORES
 
 pytestmark = pytest.mark.e2e
 
@@ -43,10 +48,15 @@ def two_ranks(spec, **overrides):
     from vllm.v1.executor import multiproc_executor
 
     with contextlib.ExitStack() as stack:
-        context = multiprocessing.get_context("fork")
+        # A fork of a process with several threads would wait for those that it does not have.
+        context = multiprocessing.get_context("fork" if torch.get_num_threads() == 1 else "spawn")
         stack.enter_context(mock.patch.object(multiproc_executor, "get_mp_context", lambda: context))
         no_spinning = mock.patch.object(CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda self: False)
         stack.enter_context(no_spinning)
+        cores = os.environ.get(BOUND_CORES, "nobind")  # a test's own, which both ranks share
+        stack.enter_context(
+            mock.patch.dict(os.environ, {BOUND_CORES: f"{cores}|{cores}" if cores != "nobind" else cores})
+        )
         ranks = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
         yield stack.enter_context(engine(spec, **ranks, **overrides))
 
