@@ -1,7 +1,7 @@
 """Engines of two tensor-parallel ranks: their text is plain's, their drafts those of one rank.
 
-The ranks are forks of the tests' process, which has imported vLLM already: they start in two seconds, not in twenty. (Not
-where tests run in one process on several cores.)
+The ranks are forks of the tests' process, which has imported vLLM already: they start in two seconds, not in twenty
+(where the process has one thread, as `make test` has it).
 """
 
 import contextlib
