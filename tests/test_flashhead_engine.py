@@ -173,7 +173,11 @@ def test_every_setting_gives_plains_text(name, plain, made):
     [
         ({"head": "nowhere"}, {}, "speculative_config.head.model: there is no folder 'nowhere'"),
         ({"head": {"model": str(SHIPPED), "num_probes": 400}}, {}, "speculative_config.head.num_probes 400: give 1 to"),
-        ({"head": str(SHIPPED)}, {"tensor_parallel_size": 2}, "tensor parallelism with a FlashHead"),
+        (
+            {"head": {"model": str(SHIPPED), "grouped": True}},
+            {"tensor_parallel_size": 2},
+            "tensor parallelism with a FlashHead's copy by clusters",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_before_anything_is_loaded(extra, options, sentence):
