@@ -101,6 +101,19 @@ SMALL = {
 REPEATING = [[5, 6, 7, 8] * 6, [9, 3, 9, 4, 9, 3, 9, 5, 9, 3], [31, 32, 33] * 9, list(range(3, 40))]
 """Prompts in which lookups find something; random targets soon repeat themselves, too."""
 SEEDED = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
+POCKET = {
+    "eagle3": engines.ours("eagle3", engines.EAGLE3),
+    "eagle3-tree": engines.tree("eagle3", engines.EAGLE3, num_nodes=24),
+    "dflash-tree": engines.tree("dflash", engines.DFLASH, num_nodes=24),
+    "draft_model": {
+        "method": "draft_model",
+        "model": str(engines.TARGET),
+        "num_speculative_tokens": 4,
+        "tree": engines.CHAIN,
+    },
+    "whiflash": {**engines.both("dflash"), "router": {"policy": "entropy", "threshold": 1.0}},
+}
+"""The pocket drafters of every kind of proposer, over whatever is made of the pocket target."""
 LOOKUPS: dict[str, dict[str, Any]] = {
     "chain": {"method": "suffix", "tree": engines.CHAIN, "num_speculative_tokens": 5},
     "tree": {"method": "suffix", "tree": {"num_nodes": 16}},

@@ -11,19 +11,7 @@ from safetensors.torch import save_file
 
 pytestmark = pytest.mark.e2e
 
-SPECS = {
-    "eagle3": engines.ours("eagle3", engines.EAGLE3),
-    "eagle3-tree": engines.tree("eagle3", engines.EAGLE3, num_nodes=24),
-    "dflash-tree": engines.tree("dflash", engines.DFLASH, num_nodes=24),
-    "suffix-tree": target_kinds.LOOKUPS["tree"],
-    "draft_model": {
-        "method": "draft_model",
-        "model": str(engines.TARGET),
-        "num_speculative_tokens": 4,
-        "tree": engines.CHAIN,
-    },
-    "whiflash": {**engines.both("dflash"), "router": {"policy": "entropy", "threshold": 1.0}},
-}
+SPECS = {**target_kinds.POCKET, "suffix-tree": target_kinds.LOOKUPS["tree"]}
 SETTINGS = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2, "max_num_batched_tokens": 256}
 """On a CPU requests without an adapter get what is in the last place (their index is -1), so that one is left empty."""
 WIDTHS = {"self_attn.q_proj": (256, 256), "self_attn.v_proj": (256, 128), "mlp.down_proj": (768, 256)}

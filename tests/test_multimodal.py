@@ -7,19 +7,6 @@ import target_kinds
 
 pytestmark = pytest.mark.e2e
 
-SPECS = {
-    "eagle3": engines.ours("eagle3", engines.EAGLE3),
-    "eagle3-tree": engines.tree("eagle3", engines.EAGLE3, num_nodes=24),
-    "dflash-tree": engines.tree("dflash", engines.DFLASH, num_nodes=24),
-    "draft_model": {
-        "method": "draft_model",
-        "model": str(engines.TARGET),
-        "num_speculative_tokens": 4,
-        "tree": engines.CHAIN,
-    },
-    "whiflash": {**engines.both("dflash"), "router": {"policy": "entropy", "threshold": 1.0}},
-}
-
 
 @pytest.fixture(scope="module")
 def target(tmp_path_factory):
@@ -51,9 +38,9 @@ def plain(target):
     return texts
 
 
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", target_kinds.POCKET)
 def test_multimodal_requests_beside_text_are_plains(target, plain, name):
-    with engines.engine(SPECS[name], model=target) as llm:
+    with engines.engine(target_kinds.POCKET[name], model=target) as llm:
         found = asked(llm, 0, 1)
         assert found.texts == plain
         assert found.counts.accepted > 20
