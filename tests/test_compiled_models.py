@@ -96,7 +96,7 @@ def test_the_first_call_has_several_rows_with_one_request_at_a_time(monkeypatch)
 
     def load_model(self: Any, target_model: torch.nn.Module) -> None:
         original(self, target_model)
-        for kind in {type(module) for module in self.model.modules()}:
+        for kind in {type(module) for one in self.proposers.values() for module in one.model.modules()}:
             if issubclass(kind, TorchCompileWithNoGuardsWrapper):
                 monkeypatch.setattr(kind, "__call__", noting(kind.__call__))
 
