@@ -4,16 +4,19 @@ The ranks are forks of the tests' process, which has imported vLLM already: they
 (where the process has one thread, as `make test` has it).
 """
 
+import concurrent.futures
 import contextlib
 import functools
 import multiprocessing
 import os
+import time
 from unittest import mock
 
 import engines
 import pytest
 import torch
 from engines import CONFU, DART, DFLASH, EAGLE3, NGRAM, POCKET, counts, engine, generate, ours, prompts, tree
+from servers import serving
 
 from vllm_crossspec.cli.processes import BOUND_CORES
 
@@ -132,3 +135,37 @@ def test_tensor_parallel_targets_take_drafters_that_are_whole_on_every_rank(meth
         assert run(llm) == (texts, drafts)
         assert llm.collective_rpc(draft_sizes) == [sizes] * 2
     assert texts == plain
+
+
+def test_tensor_parallel_server_of_two_ranks(plain, monkeypatch):
+    """Text is plain's, and the metrics are one engine's: what both ranks did is counted once."""
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv(BOUND_CORES, f"{cores[0]}|{cores[-1]}")
+    settings = ("--tensor-parallel-size", "2", "--max-num-batched-tokens", "256", "--no-enable-prefix-caching")
+    with serving(METHODS["whiflash"], *settings) as server:
+        client = server.client()
+
+        def complete(prompt, max_tokens=24, **sampling):
+            sampling = sampling or {"temperature": 0}
+            return client.completions.create(model="pocket", prompt=prompt, max_tokens=max_tokens, **sampling)
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            greedy = list(pool.map(complete, prompts(4)))
+        seeded = [complete(p, 12, temperature=0.8, top_p=0.95, seed=7) for p in prompts(2)]
+        answers = [(a.choices[0].text, a.usage.completion_tokens) for a in greedy + seeded]
+        assert [text for text, _ in answers] == plain_texts(plain)
+        time.sleep(2)  # whatever was counted is published by now: once a second
+        drafts = server.metric("vllm:spec_decode_num_drafts_total")
+        assert server.metric("vllm:generation_tokens_total") == sum(tokens for _, tokens in answers)
+        assert server.metric("crossspec:drafts_total") == drafts > 20
+        accepted = server.metric("vllm:spec_decode_num_accepted_tokens_total")
+        assert server.metric("crossspec:accepted_tokens_total") == accepted > 30
+        assert all(server.metric("crossspec:drafts_total", drafter=name) > 0 for name in PAIR)
+        assert server.metric("crossspec:router_decisions_total") == len(answers) + drafts
+
+
+def plain_texts(ids):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(engines.TARGET)
+    return [tokenizer.decode(one, skip_special_tokens=True) for one in ids]
