@@ -5,6 +5,7 @@ that lie behind it; blocks are small here, so that it does.
 """
 
 import functools
+import itertools
 import json
 import shutil
 import tempfile
@@ -15,6 +16,7 @@ import checkpoints
 import engines
 import pytest
 import sabotage
+import target_kinds
 import torch
 import windowed_targets
 from windowed_targets import WINDOW, prompts
@@ -67,6 +69,12 @@ def eagle3(target, window=None, source=None):
 def spec(kind, method):
     if method == "suffix":
         return {"method": "suffix", "tree": {"num_nodes": 24, "by_batch_size": {"1": 24}}}
+    if method == "chain":
+        return {"method": "draft_model", "model": str(noisy(kind)), "num_speculative_tokens": 4, "tree": engines.CHAIN}
+    if method == "routed":
+        near, far = ({"type": "eagle3", "model": str(eagle3(folder(kind), window))} for window in (9, 50))
+        drafters = {"near": near, "far": far | {"tree": TREE}, "suffix": {"tree": {"num_nodes": 24}}}
+        return {"method": "whiflash", "drafters": drafters, "router": {"policy": "entropy", "threshold": [3.0, 2.0]}}
     if method == "eagle3":
         model = eagle3(folder(kind), window=9)
     else:
@@ -92,16 +100,17 @@ def plain(kind, **sampling):
 
 
 CASES = [
-    ("mistral", "eagle3"), ("mistral", "noisy"), ("mistral", "suffix"),
-    ("gemma3", "noisy"), ("gemma3", "suffix"),
-    ("granite", "eagle3"), ("granite", "noisy"),
-    ("gemma2", "suffix"),
+    ("mistral", "eagle3"), ("mistral", "noisy"), ("mistral", "suffix"), ("mistral", "chain"),
+    ("gemma3", "noisy"), ("gemma3", "suffix"), ("gemma3", "chain"),
+    ("granite", "eagle3"), ("granite", "noisy"), ("granite", "chain"), ("granite", "routed"),
+    ("gpt_oss", "noisy"), ("gpt_oss", "eagle3"), ("gpt_oss", "chain"),
+    ("gemma2", "suffix"), ("gemma2", "chain"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "method"), CASES)
 def test_text_over_sliding_layers_is_plains(kind, method):
-    """Mistral: all layers; the others: alternating ones. Granite has sinks, Gemma-2 capped logits, in all layers."""
+    """Mistral: all layers; the others: alternating ones. Granite and gpt-oss have sinks, Gemma-2 capped logits."""
     found, counts, groups = run(spec(kind, method), folder(kind))
     assert found == plain(kind)
     assert min(len(set(tokens)) for tokens in found) > 5
@@ -114,6 +123,42 @@ def test_text_over_sliding_layers_is_plains(kind, method):
 def test_seeded_text_over_sliding_layers_is_plains():
     sampling = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
     assert run(spec("granite", "noisy"), folder("granite"), **sampling)[0] == plain("granite", **sampling)
+
+
+@functools.cache
+def pocket():
+    """The pocket target, of which every layer sees the last 48 tokens: its drafters are often right."""
+    path = Path(tempfile.mkdtemp()) / "pocket"
+    shutil.copytree(engines.TARGET, path)
+    config = json.loads((path / "config.json").read_text())
+    config |= {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 0}
+    config["layer_types"] = ["sliding_attention"] * len(config["layer_types"])
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+@functools.cache
+def pocket_run(name):
+    with engines.engine(target_kinds.POCKET.get(name), model=pocket(), block_size=32) as llm:
+        assert llm.llm_engine.model_config.get_sliding_window() == 48
+        found = target_kinds.answers(llm, long_questions())
+        return found, llm.collective_rpc("crossspec_stats")[0] if name else {}
+
+
+def long_questions():
+    """Questions of which most are longer than the window."""
+    texts = [text.removeprefix("<|im_start|>user\n") for text in engines.prompts(8)]
+    return [engines.chat(first + "\n" + second) for first, second in itertools.pairwise(texts)]
+
+
+@pytest.mark.parametrize("name", target_kinds.POCKET)
+def test_sliding_pocket_text_is_plains(name):
+    plain, _ = pocket_run(None)
+    found, drafters = pocket_run(name)
+    assert found.texts == plain.texts
+    assert found.counts.accepted > found.counts.drafts / 2
+    assert len(drafters) == (2 if name == "whiflash" else 1)
+    assert all(own["drafts"] > 20 for own in drafters.values())
 
 
 def wrong(**changes):

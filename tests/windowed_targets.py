@@ -33,8 +33,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "gemma3": {**ALTERNATING, "query_pre_attn_scalar": 32},
     "gemma2": {**ALTERNATING, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 3.0},
     "granite": {**ALTERNATING, "attention_sinks": True, "attention_multiplier": 32**-0.5, "hidden_size": 128},
+    "gpt_oss": {**ALTERNATING, "num_local_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False},
 }
-CLASSES = {"mistral": "Mistral", "gemma3": "Gemma3Text", "gemma2": "Gemma2", "granite": "Granite"}
+CLASSES = {"mistral": "Mistral", "gemma3": "Gemma3Text", "gemma2": "Gemma2", "granite": "Granite", "gpt_oss": "GptOss"}
+SINKS = ("granite", "gpt_oss")
 MODELS = {"gemma3": "Gemma3"}
 
 
@@ -44,7 +46,7 @@ def write(folder: Path, kind: str, **changes: Any) -> Path:
     torch.manual_seed(0)
     model = getattr(transformers, f"{MODELS.get(kind, CLASSES[kind])}ForCausalLM")(config)
     tensors = model.state_dict()
-    if kind == "granite":  # transformers' has no sinks, vLLM's has
+    if kind in SINKS:  # transformers' Granite has none, vLLM's has
         generator = torch.Generator().manual_seed(1)
         for layer in range(config.num_hidden_layers):
             tensors[f"model.layers.{layer}.self_attn.sinks"] = 2 * torch.randn(4, generator=generator)

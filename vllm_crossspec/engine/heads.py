@@ -156,7 +156,7 @@ def make_head(
     """The output layer that the settings ask for, of a loaded drafter.
 
     Args:
-        model: the drafter's, with ``lm_head`` and ``logits_processor``, its own or the target's.
+        model: the drafter's, with an output layer and ``logits_processor``, its own or the target's.
         drafts: ``head`` and ``top_k`` are read.
         max_rows: most rows of one call.
         folder: the drafter's own, which may hold the clusters.
@@ -167,12 +167,13 @@ def make_head(
     """
     offsets = getattr(model, "draft_id_to_target_id", None)
     if drafts.head is None:
-        return DenseHead(lambda hidden: model.logits_processor(model.lm_head, hidden), offsets)
+        layer = output_layer(model)
+        return DenseHead(lambda hidden: model.logits_processor(layer, hidden), offsets)
     key = "speculative_config: head"
     weight, shard = output_embedding(model, key)
     assets = head_assets(drafts.head, folder, f"{key}.model")
     if has_weights:
-        whole = weight if shard is None else tensor_model_parallel_all_gather(model.lm_head.weight.detach(), dim=0)
+        whole = weight if shard is None else tensor_model_parallel_all_gather(output_layer(model).weight.detach(), dim=0)
         check_fingerprint(assets, whole[: assets.vocab_size], f"{key}.model")
     dtype = drafts.head.centroid_dtype
     top_k = min(drafts.top_k or 0, assets.vocab_size)
@@ -191,6 +192,11 @@ def make_head(
     return RetrievalHead(head, offsets)
 
 
+def output_layer(model: Any) -> Any:
+    """What a drafter's logits are products with: its ``lm_head``, or where vLLM's model has none its embedding."""
+    return model.lm_head if hasattr(model, "lm_head") else model.model.embed_tokens
+
+
 def output_embedding(model: Any, key: str) -> tuple[torch.Tensor, Shard | None]:
     """The output embedding of a loaded drafter, as it is on the device: a view, without vLLM's padding rows.
 
@@ -200,7 +206,7 @@ def output_embedding(model: Any, key: str) -> tuple[torch.Tensor, Shard | None]:
     Raises:
         ValueError: one sentence: it is quantised, or its logits are more than products.
     """
-    layer, processor = model.lm_head, model.logits_processor
+    layer, processor = output_layer(model), model.logits_processor
     weight = getattr(layer, "weight", None)
     if weight is None or weight.ndim != 2 or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{key}: this drafter's output layer is quantised; leave out head, or use other weights")

@@ -22,6 +22,7 @@ from vllm_crossspec.config import CrossSpecConfig
 from vllm_crossspec.drafters.identity import local_folder
 from vllm_crossspec.drafters.manifest import Manifest, read_tensors
 from vllm_crossspec.engine.cpu_products import lane_products, products_in, take_products
+from vllm_crossspec.engine.heads import output_layer
 from vllm_crossspec.engine.proposers.base import Proposer
 from vllm_crossspec.engine.proposers.stateless import CachelessProposer
 from vllm_crossspec.engine.weights import loading_from
@@ -241,7 +242,7 @@ class DrafterSwaps:
             self.settings.owner_of(name) == owner and self.settings.drafters[name].head is not None
             for name in self.proposers
         )
-        if has_head and not torch.equal(old.lm_head.weight, new.lm_head.weight):
+        if has_head and not torch.equal(output_layer(old).weight, output_layer(new).weight):
             raise ValueError(
                 f"{key}: its output layer differs, and the clusters of the loaded drafter's head are of that one's; "
                 "start an engine with it and with clusters of its own, or leave out head"
