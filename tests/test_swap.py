@@ -268,6 +268,27 @@ def test_swap_of_one_of_several_routed_drafters(active, tmp_path):
     assert (before[1] == expected[1]) == (active == "dflash")
 
 
+def test_swap_of_confu_beside_another(tmp_path):
+    """The soft prompts that the target's layers hold are the new drafter's."""
+    other = changed(CONFU, tmp_path / "confu")
+    texts = sixteen()[-TEXTS:]
+
+    def spec(folder):
+        drafters = {"confu": {"model": str(folder), "tree": {"num_nodes": 8}}, "dflash": {"model": str(DFLASH)}}
+        return {"method": "whiflash", "drafters": drafters, "router": {"policy": "entropy", "threshold": 1.0}}
+
+    with engine(spec(other)) as llm:
+        expected = drafted(llm, texts)
+    with engine(spec(CONFU)) as llm:
+        first = steps(llm, texts, 16, {3: lambda _: swap(llm, "confu", other)})
+        assert drafted(llm, texts) == expected
+        swap(llm, "confu", CONFU)
+        back = drafted(llm, texts)
+    assert first == back[0] == expected[0] == beginnings()[-TEXTS:]
+    assert back[1] != expected[1]
+    assert all(growth > 0 for growth, _ in expected[2])
+
+
 # ---- what is refused
 
 

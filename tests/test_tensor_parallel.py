@@ -137,6 +137,24 @@ def test_tensor_parallel_targets_take_drafters_that_are_whole_on_every_rank(meth
     assert texts == plain
 
 
+@pytest.mark.parametrize("whole", [False, True], ids=["sharded", "whole"])
+def test_tensor_parallel_ranks_swap_a_drafter_together(whole, plain):
+    """New weights are split as the old ones were; what one rank cannot take, none does."""
+    longer = POCKET / "eagle3-longer"
+    with engine(ours("eagle3", longer)) as llm:
+        texts, drafts = run(llm)
+    spec = ours("eagle3", EAGLE3) | ({"draft_tensor_parallel_size": 1} if whole else {})
+    with two_ranks(spec) as llm:
+        before = run(llm)
+        with pytest.raises(Exception, match="its config.json says architectures"):
+            llm.collective_rpc("crossspec_swap_drafter", args=("eagle3", str(DFLASH)))
+        assert llm.collective_rpc("crossspec_swap_drafter", args=("eagle3", str(longer))) == [["eagle3"]] * 2
+        after = run(llm)
+    assert before[0] == after[0] == texts == plain
+    grown = tuple(now - then for now, then in zip(after[1][:2], before[1][:2], strict=True))
+    assert grown == drafts[:2] != before[1][:2]
+
+
 def test_tensor_parallel_server_of_two_ranks(plain, monkeypatch):
     """Text is plain's, and the metrics are one engine's: what both ranks did is counted once."""
     cores = sorted(os.sched_getaffinity(0))

@@ -173,7 +173,8 @@ def make_head(
     weight, shard = output_embedding(model, key)
     assets = head_assets(drafts.head, folder, f"{key}.model")
     if has_weights:
-        whole = weight if shard is None else tensor_model_parallel_all_gather(output_layer(model).weight.detach(), dim=0)
+        own = output_layer(model).weight.detach()
+        whole = weight if shard is None else tensor_model_parallel_all_gather(own, dim=0)
         check_fingerprint(assets, whole[: assets.vocab_size], f"{key}.model")
     dtype = drafts.head.centroid_dtype
     top_k = min(drafts.top_k or 0, assets.vocab_size)
