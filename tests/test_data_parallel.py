@@ -13,7 +13,9 @@ import pytest
 from servers import serving
 from test_bad_input import EAGLE3, config_of, whiflash
 from test_heterospec_engine import BINS, TREE, calibration_file
+from typer.testing import CliRunner
 
+from vllm_crossspec.cli.app import app
 from vllm_crossspec.drafters.draft_model.checkpoint import check_follows
 from vllm_crossspec.ranks import step_together
 
@@ -159,9 +161,10 @@ def plain():
 
 
 def test_data_parallel_server_of_two_ranks(plain, tmp_path, monkeypatch):
-    """Everything that ranks do apart: a router, its measured costs, adaptive trees, and measured draft lengths."""
+    """All that ranks do apart: a router, its measured costs, adaptive trees, measured draft lengths, and a swap."""
     monkeypatch.delenv("CROSSSPEC_FIXED_WIDTHS", raising=False)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
+    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")  # takes new weights
     cores = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") or ",".join(map(str, sorted(os.sched_getaffinity(0))))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores}|{cores}")
     spec = whiflash({"policy": "goodput"}, eagle3={"model": str(engines.EAGLE3)} | adaptive(tmp_path))
@@ -179,10 +182,18 @@ def test_data_parallel_server_of_two_ranks(plain, tmp_path, monkeypatch):
             answers["seeded"] = list(pool.map(lambda i: complete(i, seed=i, **SEEDED), range(12)))
         assert {key: [a.choices[0].text for a in found] for key, found in answers.items()} == plain
         check_metrics(server, sum(a.usage.completion_tokens for found in answers.values() for a in found))
+        url, folder = f"http://127.0.0.1:{server.port}", str(engines.POCKET / "eagle3-longer")
+        done = CliRunner().invoke(app, ["swap", url, "eagle3", folder])
+        assert done.exit_code == 0 and done.output.strip() == "new weights: eagle3", done.output
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            again = list(pool.map(lambda i: complete(i, temperature=0), range(12)))
+        assert [a.choices[0].text for a in again] == plain["greedy"]
         log = server.log.read_text()
     line = r"\(EngineCore_DP(\d) .*draft tokens by running requests, from measured steps: 1 to \d: (\d+)"
     chosen = re.findall(line, log)
     assert sorted(rank for rank, _ in chosen) == ["0", "1"]
+    swapped = re.findall(r"\(EngineCore_DP(\d) .*crossspec: new weights for the drafters eagle3", log)
+    assert sorted(swapped) == ["0", "1"]
     # A rank that measured that drafts do not pay has no rounds to time.
     assert log.count("crossspec: rounds timed in") == sum(width != "0" for _, width in chosen)
 

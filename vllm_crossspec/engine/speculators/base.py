@@ -136,7 +136,7 @@ class Speculator(StandInSpeculator):
         for feature in self.features.values():
             feature.swapped(names)
         self.counters.count_swaps(names)
-        logger.info("crossspec: new weights for the drafters %s", names)
+        logger.info("crossspec: new weights for the drafters %s", ", ".join(names))
         return names
 
     def set_eplb_state(self, eplb_state: Any) -> None:
