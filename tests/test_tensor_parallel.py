@@ -125,7 +125,7 @@ def test_tensor_parallel_text_and_acceptance_are_those_of_one_rank(method, plain
     assert sizes and texts == plain and drafts[1] > 30
 
 
-@pytest.mark.parametrize("method", ["confu-tree", "flashhead-draft-model", "whiflash"])
+@pytest.mark.parametrize("method", ["adaptive", "dart-ngram", "confu-tree", "flashhead-draft-model", "whiflash"])
 def test_tensor_parallel_targets_take_drafters_that_are_whole_on_every_rank(method, plain, one_rank):
     """They wait for no other rank, and what they share with the target is gathered as ever."""
     (texts, drafts), sizes = one_rank(method)
