@@ -161,13 +161,20 @@ def plain():
 
 
 def test_data_parallel_server_of_two_ranks(plain, tmp_path, monkeypatch):
-    """All that ranks do apart: a router, its measured costs, adaptive trees, measured draft lengths, and a swap."""
+    """All that ranks do apart: four drafters and a router, measured costs and draft lengths, sizes of trees, a swap."""
     monkeypatch.delenv("CROSSSPEC_FIXED_WIDTHS", raising=False)
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "INFO")
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")  # takes new weights
     cores = os.environ.get("VLLM_CPU_OMP_THREADS_BIND") or ",".join(map(str, sorted(os.sched_getaffinity(0))))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores}|{cores}")
-    spec = whiflash({"policy": "goodput"}, eagle3={"model": str(engines.EAGLE3)} | adaptive(tmp_path))
+    head = {"head": {"model": str(engines.POCKET / "flashhead-eagle3")}}
+    drafters = {
+        "eagle3": {"model": str(engines.EAGLE3)} | adaptive(tmp_path) | head,
+        "dflash": {"model": str(engines.DFLASH)},
+        "dart": {"model": str(engines.DART), "tree": {"num_nodes": 12}, "ngram": {"model": str(engines.NGRAM)}},
+        "confu": {"model": str(engines.CONFU), "tree": {"num_nodes": 8}},
+    }
+    spec = whiflash({"policy": "goodput"}, drafters)
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # a rank's worker is in its engine's process: fewer start
     few = ("--distributed-executor-backend", "uni", "--api-server-count", "1", "--max-num-seqs", "2")
     with serving(spec, "--data-parallel-size", "2", *few) as server:
@@ -182,9 +189,9 @@ def test_data_parallel_server_of_two_ranks(plain, tmp_path, monkeypatch):
             answers["seeded"] = list(pool.map(lambda i: complete(i, seed=i, **SEEDED), range(12)))
         assert {key: [a.choices[0].text for a in found] for key, found in answers.items()} == plain
         check_metrics(server, sum(a.usage.completion_tokens for found in answers.values() for a in found))
-        url, folder = f"http://127.0.0.1:{server.port}", str(engines.POCKET / "eagle3-longer")
-        done = CliRunner().invoke(app, ["swap", url, "eagle3", folder])
-        assert done.exit_code == 0 and done.output.strip() == "new weights: eagle3", done.output
+        url, folder = f"http://127.0.0.1:{server.port}", str(engines.POCKET / "dflash-longer")
+        done = CliRunner().invoke(app, ["swap", url, "dflash", folder])
+        assert done.exit_code == 0 and done.output.strip() == "new weights: dflash", done.output
         with concurrent.futures.ThreadPoolExecutor(12) as pool:
             again = list(pool.map(lambda i: complete(i, temperature=0), range(12)))
         assert [a.choices[0].text for a in again] == plain["greedy"]
@@ -192,7 +199,7 @@ def test_data_parallel_server_of_two_ranks(plain, tmp_path, monkeypatch):
     line = r"\(EngineCore_DP(\d) .*draft tokens by running requests, from measured steps: 1 to \d: (\d+)"
     chosen = re.findall(line, log)
     assert sorted(rank for rank, _ in chosen) == ["0", "1"]
-    swapped = re.findall(r"\(EngineCore_DP(\d) .*crossspec: new weights for the drafters eagle3", log)
+    swapped = re.findall(r"\(EngineCore_DP(\d) .*crossspec: new weights for the drafters dflash", log)
     assert sorted(swapped) == ["0", "1"]
     # A rank that measured that drafts do not pay has no rounds to time.
     assert log.count("crossspec: rounds timed in") == sum(width != "0" for _, width in chosen)
@@ -213,6 +220,8 @@ def check_metrics(server, num_tokens):
     assert both("crossspec:drafts_total") == drafts and min(drafts) > 0
     assert both("crossspec:accepted_tokens_total") == accepted and min(accepted) > 0
     assert both("crossspec:accepted_tokens_per_pos_total") == accepted
+    drafted = {name: server.metric("crossspec:drafts_total", drafter=name) for name in ("eagle3", "dflash", "dart", "confu")}
+    assert min(drafted.values()) > 0, drafted
     for rank, decisions in enumerate(both("crossspec:router_decisions_total")):
         # One for each prompt and each verified draft, but none in rounds that plan no drafts.
         assert drafts[rank] <= decisions <= requests[rank] + drafts[rank]
