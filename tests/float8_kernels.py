@@ -14,7 +14,7 @@ import torch
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends import cpu_attn
 
-from vllm_crossspec.engine.frontend import refuse
+from vllm_crossspec import devices
 from vllm_crossspec.types import FLOAT8
 
 MANTISSA = {torch.float8_e4m3fn: 3, torch.float8_e5m2: 2}
@@ -89,15 +89,20 @@ def on_any_cpu() -> Iterator[None]:
     if torch.cpu._is_avx512_supported():
         yield
         return
+    plan = ops.cpu_attn_get_scheduler_metadata
+
+    def schedule(**options):  # layers of another type may share it
+        return plan(**options | {"kv_cache_dtype": "auto"})
+
     with contextlib.ExitStack() as stack:
         for name, stand_in in (
             ("cpu_attn_reshape_and_cache", reshape_and_cache),
             ("cpu_attention_with_kv_cache", attention),
-            ("cpu_attn_get_scheduler_metadata", lambda **_: torch.zeros(1)),
+            ("cpu_attn_get_scheduler_metadata", schedule),
         ):
             kernel = for_float8(getattr(ops, name), stand_in)
             stack.enter_context(mock.patch.object(ops, name, kernel))
         isa = lambda dtype, block_size, head_size=None, kv_cache_dtype=None: "vec"  # noqa: E731
         stack.enter_context(mock.patch.object(cpu_attn, "_get_attn_isa", isa))
-        stack.enter_context(mock.patch.object(refuse, "has_avx512", lambda: True))
+        stack.enter_context(mock.patch.object(devices, "has_avx512", lambda: True))
         yield

@@ -229,10 +229,10 @@ def test_fp8_trees_on_a_cpu(kind, passes, monkeypatch):
     written = ~batch.cache.float().isnan().chunk(2, -1)[0]
     for view, part in zip(TreeCpuImpl.kv_views(cache), batch.cache.view(torch.uint8).chunk(2, -1), strict=True):
         view[written] = part[written]
-    impl = TreeCpuImpl(SHAPE.heads, SHAPE.head_size, SCALE, SHAPE.kv_heads, kv_cache_dtype=kind)
 
     def forward(layer):
         with float8_kernels.on_any_cpu():
+            impl = TreeCpuImpl(SHAPE.heads, SHAPE.head_size, SCALE, SHAPE.kv_heads, kv_cache_dtype=kind)
             return impl.forward(
                 layer, batch.query, None, None, cache, metadata_of(batch), torch.empty_like(batch.query)
             )

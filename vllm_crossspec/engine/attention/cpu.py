@@ -24,6 +24,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
+from vllm_crossspec import devices
 from vllm_crossspec.engine.attention.base import (
     DraftTail,
     TargetTail,
@@ -226,6 +227,8 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         problem = unsupported_feature(self)
         if kv_cache_dtype in FLOAT8 and head_size % 32:
             problem = f"its heads are no multiple of 32, as {kv_cache_dtype} needs on a CPU; set kv_cache_dtype to auto"
+        elif kv_cache_dtype in FLOAT8 and not devices.has_avx512():
+            problem = f"{kv_cache_dtype} needs a processor with AVX-512; set kv_cache_dtype to auto"
         if problem:
             raise ValueError(
                 f'draft trees cannot run on this attention: {problem}, or leave "tree" out of the speculative_config'

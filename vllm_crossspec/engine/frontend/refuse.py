@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from vllm_crossspec import devices
 from vllm_crossspec.adaptive.calibration import check_drafter_calibration
 from vllm_crossspec.config import CrossSpecConfig, settings_of
 from vllm_crossspec.drafters.base import drafter_kind, load
@@ -172,11 +173,6 @@ def _unsupported_by_trees(vllm_config: Any) -> list[str]:
     return [*found, problem] if problem else found
 
 
-def has_avx512() -> bool:
-    """Whether the processor has what vLLM's kernels for float8 are made of."""
-    return bool(torch.cpu._is_avx512_supported())
-
-
 def _unsupported_cache(vllm_config: Any) -> str | None:
     """What of a quantised KV cache the rows of trees cannot read, with the way out; None if there is nothing."""
     from vllm.platforms import current_platform
@@ -192,7 +188,7 @@ def _unsupported_cache(vllm_config: Any) -> str | None:
     if cache.kv_cache_dtype_skip_layers:
         return f"{what} that some layers have in another type (leave out --kv-cache-dtype-skip-layers)"
     if current_platform.is_cpu():
-        if not has_avx512():
+        if not devices.has_avx512():
             return f"{what} on a processor without AVX-512, which vLLM's kernel needs (use --kv-cache-dtype auto)"
         return None
     if vllm_config.model_config.dtype == torch.float32:

@@ -9,13 +9,13 @@ from vllm_crossspec.engine.vllm_api.points.base import StandIn, parse
 TOUCH_POINTS = parse("""
 vllm._custom_ops
   cpu_attention_with_kv_cache(query key_cache value_cache output query_start_loc seq_lens scale causal alibi_slopes
-      sliding_window block_table softcap scheduler_metadata s_aux dynamic_causal k_scale v_scale kv_cache_dtype) - called
-      on a CPU: rows that see all before them
+      sliding_window block_table softcap scheduler_metadata s_aux dynamic_causal k_scale v_scale kv_cache_dtype) -
+      called on a CPU: rows that see all before them
   cpu_attn_get_scheduler_metadata(num_reqs num_heads num_kv_heads head_dim seq_lens dtype query_start_loc causal
-      sliding_window_size isa enable_kv_split dynamic_causal kv_cache_dtype) - called on a CPU: what that kernel needs to
-      know
-  cpu_attn_reshape_and_cache(key value key_cache value_cache slot_mapping isa k_scale v_scale kv_cache_dtype) - called on
-      a CPU: keys and values
+      sliding_window_size isa enable_kv_split dynamic_causal kv_cache_dtype) - called on a CPU: what that kernel needs
+      to know
+  cpu_attn_reshape_and_cache(key value key_cache value_cache slot_mapping isa k_scale v_scale kv_cache_dtype) - called
+      on a CPU: keys and values
   create_onednn_mm(weight primitive_cache_size) - called on a CPU: a drafter's weights in bfloat16
   onednn_mm(dnnl_handler x bias) - called on a CPU: a drafter's products in bfloat16
   rms_norm(out input weight epsilon) - called on a CPU: norms one layer's keys
