@@ -15,7 +15,7 @@ LONGEST = (
     "test_confu_engine", "test_cpu_lane", "test_whiflash", "test_trees", "test_continuity", "test_dart",
     "test_inflate", "test_tail_attention", "test_lossless", "test_compiled_kernels", "test_bench", "test_cli",
     "test_run_batch", "test_cpu_compiler_tensors", "test_random_kernels", "test_confu_futures",
-    "test_training_confu_runs",
+    "test_training_confu_runs", "test_fp8_engine", "test_fp8_cache",
 )  # fmt: skip
 """Files that take about twenty seconds or more, the longest first: none of them may be what a worker begins last."""
 

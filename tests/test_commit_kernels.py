@@ -71,6 +71,7 @@ def make_caches(step, layout, dtype, block_size, heads, head_size, generator):
         ("heads inside", torch.uint8, 16, 2, 128),
         ("tokens inside", torch.float32, 32, 2, 40),
         ("tokens inside", torch.bfloat16, 32, 2, 13),
+        ("tokens inside", torch.uint8, 32, 2, 32),
     ],
 )
 def test_kv_equals_naive(max_depth, num_nodes, layout, dtype, block_size, heads, head_size):

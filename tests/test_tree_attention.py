@@ -472,7 +472,7 @@ def with_attributes(**attributes):
 @pytest.mark.parametrize(
     ("impl", "words"),
     [
-        (with_attributes(kv_cache_dtype="fp8"), "KV cache is fp8; set kv_cache_dtype to auto"),
+        (with_attributes(kv_cache_dtype="nvfp4"), "KV cache is nvfp4; set kv_cache_dtype to auto or fp8"),
         (with_attributes(alibi_slopes=[0.5]), "ALiBi"),
         (with_attributes(attn_type="encoder_only"), "decoder"),
         (SimpleNamespace(), "its attention is CPU_ATTN; start vLLM with --attention-backend CPU_ATTN"),
@@ -499,7 +499,7 @@ def test_context_parallel_and_partial_prefill_are_refused():
         base.check_backends(partial)
 
 
-@pytest.mark.parametrize("option", [{"alibi_slopes": [1.0]}, {"kv_cache_dtype": "fp8"}])
+@pytest.mark.parametrize("option", [{"alibi_slopes": [1.0]}, {"kv_cache_dtype": "nvfp4"}])
 def test_a_cpu_layer_that_could_only_be_wrong_is_not_built(option):
     with pytest.raises(ValueError, match="draft trees cannot run on this attention"):
         implementation(SHAPES[0], **option)

@@ -127,11 +127,11 @@ def flash(monkeypatch):
     base.set_tree_source(None)
 
 
-def make_builder(layers, full_graphs=True):
+def make_builder(layers, full_graphs=True, dtype=SHAPE.dtype, cache_dtype="auto"):
     config = SimpleNamespace(
         model_config=SimpleNamespace(rswa_window=None, is_mm_prefix_lm=False, hf_config=SimpleNamespace(model_type="")),
         parallel_config=SimpleNamespace(cp_kv_cache_interleave_size=1),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype=cache_dtype),
         compilation_config=SimpleNamespace(
             cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: full_graphs),
             max_cudagraph_capture_size=512,
@@ -144,7 +144,7 @@ def make_builder(layers, full_graphs=True):
     spec = SimpleNamespace(
         num_kv_heads=SHAPE.kv_heads,
         head_size=SHAPE.head_size,
-        dtype=SHAPE.dtype,
+        dtype=dtype,
         block_size=BLOCK_SIZE,
         dcp_sharded=False,
     )

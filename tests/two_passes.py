@@ -5,21 +5,23 @@ import dataclasses
 import torch
 
 from vllm_crossspec.engine.attention import base
-from vllm_crossspec.engine.attention.cpu import _requests, _spans, attend
+from vllm_crossspec.engine.attention.cpu import _requests, attend
 from vllm_crossspec.engine.attention.scratch import write_level, write_level_naive
 from vllm_crossspec.twins import runs_kernels
+from vllm_crossspec.types import FLOAT8
 from vllm_crossspec.verify.naive import cap
 
 
 def in_two_passes(original):
     """What takes the place of ``TreeCpuImpl.forward``; batches without a tail go the original's way."""
 
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *scales, **options):
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *fused, **options):
         metadata, tail = attn_metadata, None
         if metadata is not None:
             tail = metadata.draft_tail if layer.is_draft_layer else metadata.target_tail
+        scales = base.scales_of(layer, self)
         if tail is None:
-            return original(self, layer, query, key, value, kv_cache, metadata, output, *scales, **options)
+            return original(self, layer, query, key, value, kv_cache, metadata, output, *fused, **options)
         if layer.is_draft_layer:
             num_rows = tail.num_reqs * tail.queries_per_req
             write = write_level if runs_kernels() else write_level_naive
@@ -27,22 +29,22 @@ def in_two_passes(original):
             lse, softmax = torch.empty(self.num_heads, num_rows), base.softmax_of(self)
             if softmax.window:
                 cache, placed = _beside_each_other(self, kv_cache, metadata)
-                base.attend_window(query, output, lse, cache, placed, tail, tail.num_reqs, softmax)
+                base.attend_window(query, output, lse, cache, placed, tail, tail.num_reqs, softmax, scales)
             else:
                 for request in _requests(metadata)[: tail.num_reqs]:
-                    _dense_pass(self, query, kv_cache, request, request.length, output, lse)
+                    _dense_pass(self, layer, query, kv_cache, request, request.length, output, lse)
             base.merge_draft_tail(query, output, lse, metadata, tail, softmax)
             return output
         lse, softmax = torch.empty(self.num_heads, query.shape[0]), base.softmax_of(self)
-        self._attend_all(query, kv_cache, metadata, {}, output)  # the rest of a batch is vLLM's
+        self._attend_all(layer, query, kv_cache, metadata, {}, output)  # the rest of a batch is vLLM's
         cache, placed = _beside_each_other(self, kv_cache, metadata)
         if softmax.window:
-            base.attend_window(query, output, lse, cache, placed, tail, tail.num_reqs, softmax)
+            base.attend_window(query, output, lse, cache, placed, tail, tail.num_reqs, softmax, scales)
         else:
             for index, request in enumerate(_requests(metadata)[: tail.num_reqs]):
-                _dense_pass(self, query, kv_cache, request, int(tail.prefix_len[index]), output, lse)
+                _dense_pass(self, layer, query, kv_cache, request, int(tail.prefix_len[index]), output, lse)
         soft = base.soft_prompts_of(layer)
-        base.merge_target_tail(query, output, lse, cache, placed, tail, tail.num_reqs, softmax, soft)
+        base.merge_target_tail(query, output, lse, cache, placed, tail, tail.num_reqs, softmax, soft, scales)
         return output
 
     return forward
@@ -52,14 +54,15 @@ def _beside_each_other(impl, kv_cache, metadata):
     """The blocks of a batch as on a GPU, keys beside values, and the metadata that finds them there."""
     table = metadata.block_table[:, : -(-int(metadata.seq_lens.max()) // kv_cache.shape[2])]
     cache = torch.cat([view[table.flatten().long()] for view in impl.kv_views(kv_cache)], dim=-1)
+    cache = cache.view(FLOAT8.get(impl.kv_cache_dtype, cache.dtype))
     places = torch.arange(table.numel(), dtype=torch.int32).view(table.shape)
     return cache, dataclasses.replace(metadata, block_table=places)
 
 
-def _dense_pass(impl, query, kv_cache, request, length, output, lse):
+def _dense_pass(impl, layer, query, kv_cache, request, length, output, lse):
     """One request's rows over its first tokens: into ``output``, and the log-sum-exp [Hq, rows] into ``lse``."""
     rows, softmax = request.rows, base.softmax_of(impl)._replace(sinks=None)
-    spans = _spans(kv_cache, request, length)
+    spans = impl.spans(layer, kv_cache, request, length)
     output[rows] = attend(query[rows], spans, torch.zeros(rows.stop - rows.start, 0), softmax)
     lse[:, rows] = -torch.inf
     if spans:

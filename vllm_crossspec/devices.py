@@ -1,4 +1,4 @@
-"""The device of a command."""
+"""The device of a command, and what a processor can do."""
 
 import torch
 
@@ -14,3 +14,8 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch sees no CUDA device on this machine; give --device cpu")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def has_avx512() -> bool:
+    """Whether the processor has AVX-512, without which vLLM has no kernels for a KV cache in float8 on a CPU."""
+    return bool(torch.cpu._is_avx512_supported())

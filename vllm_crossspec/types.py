@@ -14,6 +14,8 @@ TREE, CHAIN, NO_DRAFTS = 0, 1, 2
 """What a request lets its drafter draft."""
 DEFAULT_DRAFT_TOKENS = 5
 """K where neither the user nor the drafter's checkpoint names one."""
+FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+"""Quantised KV caches that draft trees are verified over, by vLLM's names; one scale a layer or a KV head."""
 
 
 class StepInputs(NamedTuple):

@@ -3,7 +3,7 @@
 import torch
 
 from vllm_crossspec.contemplate.layout import verified_nodes
-from vllm_crossspec.verify.tail_attention import DenseTail, PagedTail, Softmax, soft_words
+from vllm_crossspec.verify.tail_attention import UNSCALED, DenseTail, PagedTail, Scales, Softmax, soft_words
 
 
 def prepare_rows(
@@ -139,21 +139,24 @@ def tail_attention(
     num_reqs: int,
     max_query_len: int,
     soft: torch.Tensor | None = None,
+    scales: Scales = UNSCALED,
 ) -> None:
     """See :func:`vllm_crossspec.verify.tail_attention.tail_attention`."""
+    query = _queries_of(query, scales)
     num_words = row_mask.shape[1] - soft_words(0 if soft is None else soft.shape[2])
     for request in range(num_reqs):
         first, last = query_start_loc[request : request + 2].tolist()
-        keys, values = _tail_of(tail, request, last - first)
+        keys, values = _tail_of(tail, request, last - first, scales)
         if not (keys.shape[0] or softmax.sinks is not None) or first == last:
             continue
         seen = in_window(unpack_bits(row_mask[first:last, :num_words]), softmax.window)[:, : keys.shape[0]]
         if soft is not None:
-            keys, values = (torch.cat([x, y.transpose(0, 1)]) for x, y in zip((keys, values), soft, strict=True))
+            softened = soft.float().transpose(1, 2)
+            keys, values = (torch.cat(pair) for pair in zip((keys, values), softened, strict=True))
             seen = torch.cat([seen, unpack_bits(row_mask[first:last, num_words:])[:, : soft.shape[2]]], dim=1)
         group = query.shape[1] // keys.shape[1]
-        keys, values = (x.float().repeat_interleave(group, 1) for x in (keys, values))
-        scores = torch.einsum("qhd,khd->hqk", query[first:last].float(), keys) * softmax.scale
+        keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", query[first:last], keys) * softmax.scale
         scores = cap(scores, softmax.soft_cap).masked_fill(~seen, float("-inf"))
         if softmax.sinks is not None:
             sinks = softmax.sinks.float()[:, None, None].expand(-1, last - first, 1)
@@ -193,8 +196,10 @@ def window_attention(
     num_reqs: int,
     max_query_len: int,
     tails_in_cache: bool = True,
+    scales: Scales = UNSCALED,
 ) -> None:
     """See :func:`vllm_crossspec.verify.window_attention.window_attention`."""
+    query = _queries_of(query, scales)
     block_size = prefix.cache.shape[2]
     for request in range(num_reqs):
         first, last = query_start_loc[request : request + 2].tolist()
@@ -205,25 +210,45 @@ def window_attention(
             begin = min(max(length + seen - softmax.window, 0), length)
             key = torch.arange(begin, length, device=query.device)
             blocks = prefix.block_table[request, key // block_size].long()
-            keys, values = prefix.cache[blocks, :, key % block_size].float().chunk(2, -1)
+            keys, values = _entries_of(prefix.cache, blocks, key % block_size, scales)
             group = query.shape[1] // keys.shape[1]
             keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
-            scores = cap(torch.einsum("hd,khd->hk", query[row].float(), keys) * softmax.scale, softmax.soft_cap)
+            scores = cap(torch.einsum("hd,khd->hk", query[row], keys) * softmax.scale, softmax.soft_cap)
             lse[:, row] = scores.logsumexp(-1)
             out[row] = torch.einsum("hk,khd->hd", scores.softmax(-1), values).to(out.dtype)
 
 
-def _tail_of(tail: PagedTail | DenseTail, request: int, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [rows, kv_heads, head_size] of one request's tail."""
+def _tail_of(
+    tail: PagedTail | DenseTail, request: int, num_rows: int, scales: Scales
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, float32 [rows, kv_heads, head_size] each, of one request's tail."""
     if isinstance(tail, DenseTail):
-        scratch = tail.keys_values[request, : int(tail.length)]
+        scratch = tail.keys_values[request, : int(tail.length)].float()
         return scratch[:, 0], scratch[:, 1]
     start, end = int(tail.prefix_len[request]), int(tail.seq_lens[request])
     positions = torch.arange(start, min(end, start + num_rows) if end > start else start, device=tail.cache.device)
     block_size = tail.cache.shape[2]
     blocks = tail.block_table[request, positions // block_size].long()
-    rows = tail.cache[blocks, :, positions % block_size]
-    return rows.chunk(2, -1)
+    return _entries_of(tail.cache, blocks, positions % block_size, scales)
+
+
+def _entries_of(
+    cache: torch.Tensor, blocks: torch.Tensor, places: torch.Tensor, scales: Scales
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, float32 [rows, kv_heads, head_size] each, of a paged cache."""
+    # PyTorch does not index float8.
+    raw = cache if scales.key is None else cache.view(torch.uint8)
+    keys, values = raw[blocks, :, places].view(cache.dtype).float().chunk(2, -1)
+    if scales.key is not None and scales.value is not None:
+        return keys * scales.key.view(-1, 1), values * scales.value.view(-1, 1)
+    return keys, values
+
+
+def _queries_of(query: torch.Tensor, scales: Scales) -> torch.Tensor:
+    """Queries, float32 [rows, Hq, head_size]; a scale is that of the heads which share a KV head."""
+    if scales.query is None:
+        return query.float()
+    return query.float() * scales.query.view(-1, 1).repeat_interleave(query.shape[1] // scales.query.numel(), 0)
 
 
 def tree_penalties(

@@ -8,6 +8,9 @@ A layer may have a sliding window: a row sees the last ``window`` tokens of its 
 being the nearest. It may have sinks, a logit a head that takes its share of every softmax and has no value: they join
 here, once, whatever the prefix was attended by. And it may cap its logits.
 
+A quantised cache is read as it is: what a row sees of the tail are the numbers that plain decoding will read back, and
+they are multiplied with the layer's scales here, once a tile. Queries may be quantised, too.
+
 Some rows may see learned keys and values in front of everything else, which lie in no cache: ConFu's soft prompts (Qin
 et al. 2026, section 3.1). The softmax goes on over them as it does over the tail.
 
@@ -31,7 +34,7 @@ class PagedTail(NamedTuple):
     """A tail in the paged KV cache: what follows the prefix of each request. Shapes: R requests.
 
     Attributes:
-        cache: [blocks, kv_heads, block_size, 2 * head_size], K beside V, with any strides.
+        cache: [blocks, kv_heads, block_size, 2 * head_size], K beside V, with any strides; float8 if quantised.
         block_table: int32 [at least R, max_blocks].
         prefix_len: int32 [at least R] tokens before the tail.
         seq_lens: int32 [at least R] tokens with the tail; the tail is never longer than the request's query rows.
@@ -57,6 +60,23 @@ class Softmax(NamedTuple):
     window: int = 0
     soft_cap: float = 0.0
     sinks: torch.Tensor | None = None
+
+
+class Scales(NamedTuple):
+    """What quantised numbers of a layer are multiplied with: float32 on the device, one or one a KV head.
+
+    Attributes:
+        query: of the queries; None where those are not quantised.
+        key: of the paged cache's keys; None where nothing is quantised. Soft prompts and a scratch never are.
+        value: of its values; likewise.
+    """
+
+    query: torch.Tensor | None = None
+    key: torch.Tensor | None = None
+    value: torch.Tensor | None = None
+
+
+UNSCALED = Scales()
 
 
 class DenseTail(NamedTuple):
@@ -87,6 +107,19 @@ def _seen_bits(
         upper = tl.load(mask_row + tl.minimum(word + 1, num_words - 1), mask=present, other=0)
         bits = tl.where((key < key_start + 32)[None, :], bits, upper[:, None])
     return (bits >> (key % 32)[None, :]) & 1
+
+
+@triton.jit
+def scaled(
+    factor,
+    scale_ptr,  # float32 [kv_heads], of any stride; None: there is nothing to multiply with
+    stride,
+    kv_head,
+):
+    """A factor times the scale of a KV head."""
+    if scale_ptr is not None:
+        factor = factor * tl.load(scale_ptr + kv_head * stride)
+    return factor
 
 
 @triton.jit
@@ -173,6 +206,12 @@ def _tail_attention_kernel(
     end_ptr,  # int32 [R] sequence lengths; dense: int32 [1]
     soft_ptr,  # [2, kv_heads, SOFT, D], contiguous; None if SOFT is 0
     sinks_ptr,  # [Hq]; None if not HAS_SINKS
+    query_scale_ptr,  # float32 [kv_heads]; None where nothing is quantised, or queries are not
+    query_scale_stride,
+    key_scale_ptr,  # float32 [kv_heads]; None if the cache is not quantised
+    key_scale_stride,
+    value_scale_ptr,  # likewise
+    value_scale_stride,
     scale_log2,
     PAGED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -218,7 +257,9 @@ def _tail_attention_kernel(
             query_ptr + (row * query_row_stride + head * query_head_stride)[:, None] + column[None, :],
             mask=element,
             other=0.0,
-        )
+        ).to(out_ptr.dtype.element_ty)
+        scale_log2 = scaled(scale_log2, query_scale_ptr, query_scale_stride, kv_head)
+        tail_scale_log2 = scaled(scale_log2, key_scale_ptr, key_scale_stride, kv_head)
         lse = tl.load(lse_ptr + head * lse_head_stride + row * lse_row_stride, mask=present, other=float("-inf"))
         # Backends disagree on the sign of an empty prefix's infinity.
         maximum = tl.where(lse == float("inf"), float("-inf"), lse) * LOG2_E
@@ -235,6 +276,10 @@ def _tail_attention_kernel(
             total = total * decay + tl.exp2(sink - with_sink)
             accumulator = accumulator * decay[:, None]
             maximum = with_sink
+        if value_scale_ptr is not None:
+            # In units of the quantised values.
+            value_scale = tl.load(value_scale_ptr + kv_head * value_scale_stride)
+            accumulator = accumulator / value_scale
         mask_row = row_mask_ptr + row * row_mask_stride
         if WINDOW > 0:
             ahead = count_seen(mask_row, present, num_words)
@@ -268,7 +313,7 @@ def _tail_attention_kernel(
                 k,
                 v,
                 (seen != 0) & in_tail[None, :],
-                scale_log2,
+                tail_scale_log2,
                 maximum,
                 total,
                 accumulator,
@@ -277,6 +322,8 @@ def _tail_attention_kernel(
                 OPERAND,
             )
 
+        if value_scale_ptr is not None:
+            accumulator = accumulator * value_scale
         if SOFT > 0:
             for soft_start in tl.range(0, SOFT, SOFT_N):
                 prompt = soft_start + tl.arange(0, SOFT_N)
@@ -317,6 +364,7 @@ def tail_attention(
     num_reqs: int,
     max_query_len: int,
     soft: torch.Tensor | None = None,
+    scales: Scales = UNSCALED,
 ) -> None:
     """Merge masked attention over each request's tail into the prefix pass's output, in place; one launch.
 
@@ -325,7 +373,7 @@ def tail_attention(
     out of bounds.
 
     Args:
-        query: [rows, Hq, head_size], head_size contiguous.
+        query: [rows, Hq, head_size], head_size contiguous; of the output's type, or float8.
         out: [rows, Hq, head_size] output of the prefix pass, merged in place; anything where the prefix is empty.
         lse: float32 [Hq, at least rows] natural log-sum-exp of the prefix pass; either infinity for an empty prefix.
         tail: where the tail's keys and values are. In a :class:`PagedTail` the tail's rows are the request's query
@@ -339,6 +387,7 @@ def tail_attention(
         max_query_len: most query rows of a request.
         soft: [2, kv_heads, s, head_size] keys (0, as after rotation) and values (1) of soft prompts, contiguous; for a
             paged tail only. Requests whose tail is empty do not see them.
+        scales: of a quantised layer, whose paged cache is float8.
     """
     paged = isinstance(tail, PagedTail)
     num_soft = 0 if soft is None else soft.shape[2]
@@ -360,7 +409,7 @@ def tail_attention(
     assert soft is None or (paged and soft.is_contiguous() and soft.shape == (2, kv_heads, num_soft, head_size))
     assert softmax.sinks is None or softmax.sinks.is_contiguous()
     tile_rows = max_query_len * group
-    block_m, block_n = tile_sizes(query.dtype, tile_rows, tail_rows)
+    block_m, block_n = tile_sizes(out.dtype, tile_rows, tail_rows)
     _tail_attention_kernel[(num_reqs, kv_heads, triton.cdiv(tile_rows, block_m))](
         query,
         query.stride(0),
@@ -385,6 +434,7 @@ def tail_attention(
         end,
         soft,
         softmax.sinks,
+        *scale_arguments(scales if paged else Scales(scales.query), kv_heads),
         softmax.scale * LOG2_E.value,
         PAGED=paged,
         BLOCK_SIZE=block_size,
@@ -399,11 +449,19 @@ def tail_attention(
         WINDOW=softmax.window if softmax.window < tail_rows else 0,
         SOFT_CAP=softmax.soft_cap,
         HAS_SINKS=softmax.sinks is not None,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        OPERAND=operand_type(query.dtype),
+        PRECISION="ieee" if out.dtype == torch.float32 else "tf32",
+        OPERAND=operand_type(out.dtype),
         num_warps=4,
         num_stages=2,
     )
+
+
+def scale_arguments(scales: Scales, kv_heads: int) -> list[torch.Tensor | int | None]:
+    """Pointers and strides of the queries', keys' and values' scales, for a kernel."""
+    arguments: list[torch.Tensor | int | None] = []
+    for scale in scales:
+        arguments += [None, 0] if scale is None else [scale, scale.expand(kv_heads).stride(0)]
+    return arguments
 
 
 def tile_sizes(dtype: torch.dtype, num_rows: int, num_keys: int) -> tuple[int, int]:

@@ -18,10 +18,14 @@ import triton.language as tl
 from vllm_crossspec.twins import operand_type
 from vllm_crossspec.verify.tail_attention import (
     LOG2_E,
+    UNSCALED,
     PagedTail,
+    Scales,
     Softmax,
     continue_softmax,
     count_seen,
+    scale_arguments,
+    scaled,
     tile_sizes,
 )
 
@@ -52,6 +56,12 @@ def _window_attention_kernel(
     max_blocks,
     prefix_len_ptr,  # int32 [R]
     seq_lens_ptr,  # int32 [R]; unused if not TAILS_IN_CACHE
+    query_scale_ptr,  # float32 [kv_heads]; None where nothing is quantised, or queries are not
+    query_scale_stride,
+    key_scale_ptr,  # float32 [kv_heads]; None if the cache is not quantised
+    key_scale_stride,
+    value_scale_ptr,  # likewise
+    value_scale_stride,
     scale_log2,
     TAILS_IN_CACHE: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -81,7 +91,9 @@ def _window_attention_kernel(
             query_ptr + (row * query_row_stride + head * query_head_stride)[:, None] + column[None, :],
             mask=element,
             other=0.0,
-        )
+        ).to(out_ptr.dtype.element_ty)
+        scale_log2 = scaled(scale_log2, query_scale_ptr, query_scale_stride, kv_head)
+        scale_log2 = scaled(scale_log2, key_scale_ptr, key_scale_stride, kv_head)
         # Replays of a captured graph see stale lengths, so that none of them is trusted with an address.
         length = tl.maximum(tl.load(prefix_len_ptr + request), 0)
         depth = count_seen(row_mask_ptr + row * row_mask_stride, present, num_words)
@@ -127,6 +139,8 @@ def _window_attention_kernel(
         total = tl.where(sees, total, 1.0)
         lse = tl.where(sees, (maximum + tl.log2(total)) / LOG2_E, float("-inf"))
         tl.store(lse_ptr + head * lse_head_stride + row * lse_row_stride, lse, mask=present)
+        if value_scale_ptr is not None:
+            accumulator = accumulator * tl.load(value_scale_ptr + kv_head * value_scale_stride)
         target = out_ptr + (row * out_row_stride + head * out_head_stride)[:, None] + column[None, :]
         tl.store(target, (accumulator / total[:, None]).to(out_ptr.dtype.element_ty), mask=element)
 
@@ -143,11 +157,12 @@ def window_attention(
     num_reqs: int,
     max_query_len: int,
     tails_in_cache: bool = True,
+    scales: Scales = UNSCALED,
 ) -> None:
     """Attend to what each row's window leaves of its request's prefix; one launch, which a CUDA graph can hold.
 
     Args:
-        query: [rows, Hq, head_size], head_size contiguous.
+        query: [rows, Hq, head_size], head_size contiguous; of the output's type, or float8.
         out: [rows, Hq, head_size], written; 0 where a row sees nothing of the prefix.
         lse: float32 [Hq, at least rows], written: natural log-sum-exp, -inf where a row sees nothing.
         prefix: the paged cache and where each request's prefix ends; a tail in a scratch of its own begins there, too.
@@ -158,6 +173,7 @@ def window_attention(
         max_query_len: most query rows of a request.
         tails_in_cache: the tail is the cache's, and a request whose ``seq_lens`` end with its prefix has none, but one
             row whose own key is the prefix's last. If not, every request has a tail, and ``seq_lens`` are not read.
+        scales: of a quantised layer, whose cache is float8.
     """
     cache, block_table, prefix_len, seq_lens = prefix
     num_blocks, kv_heads, block_size, _ = cache.shape
@@ -165,7 +181,7 @@ def window_attention(
     assert query.stride(2) == out.stride(2) == cache.stride(3) == row_mask.stride(1) == 1
     assert softmax.window > 0
     tile_rows = max_query_len * group
-    block_m, block_n = tile_sizes(query.dtype, tile_rows, softmax.window)
+    block_m, block_n = tile_sizes(out.dtype, tile_rows, softmax.window)
     _window_attention_kernel[(num_reqs, kv_heads, triton.cdiv(tile_rows, block_m))](
         query,
         query.stride(0),
@@ -188,6 +204,7 @@ def window_attention(
         block_table.shape[1],
         prefix_len,
         seq_lens,
+        *scale_arguments(scales, kv_heads),
         softmax.scale * LOG2_E.value,
         TAILS_IN_CACHE=tails_in_cache,
         BLOCK_SIZE=block_size,
@@ -198,8 +215,8 @@ def window_attention(
         BLOCK_N=block_n,
         WINDOW=softmax.window,
         SOFT_CAP=softmax.soft_cap,
-        PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
-        OPERAND=operand_type(query.dtype),
+        PRECISION="ieee" if out.dtype == torch.float32 else "tf32",
+        OPERAND=operand_type(out.dtype),
         num_warps=4,
         num_stages=2,
     )

@@ -16,6 +16,9 @@ stands at P or, in a step that was planned behind others, later, so that nothing
 Drafts have slots from P on, and are moved down within them. A level of a drafter's tree stands behind all that is
 cached.
 
+The KV cache may be quantised, in float8: what rows of a tree see of it are its own numbers times the layer's scales, as
+in plain decoding, and the accepted path is moved as bytes. Soft prompts and scratches are not quantised.
+
 A layer of the target may have ``soft_prompts``, a tensor [2, Hkv, s, Dh] of its own: keys (0, as after rotation) and
 values (1) that some rows of the tail (ConFu's contemplate rows) see in front of everything else. Which ones, the last
 ceil(s / 32) words of their masks say.
@@ -33,7 +36,8 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 from vllm.v1.kv_cache_interface import is_quantized_kv_cache
 
-from vllm_crossspec.verify.tail_attention import DenseTail, PagedTail, Softmax, tail_attention
+from vllm_crossspec.types import FLOAT8
+from vllm_crossspec.verify.tail_attention import UNSCALED, DenseTail, PagedTail, Scales, Softmax, tail_attention
 from vllm_crossspec.verify.window_attention import window_attention
 
 _CPU_BACKEND = "vllm_crossspec.engine.attention.cpu.TreeCpuBackend"
@@ -133,6 +137,20 @@ def softmax_of(impl: Any) -> Softmax:
     return Softmax(impl.scale, max(window or 0, 0), float(impl.logits_soft_cap or 0.0), getattr(impl, "sinks", None))
 
 
+def scales_of(layer: Any, impl: Any) -> Scales:
+    """What a layer's quantised numbers are multiplied with; nothing where its cache is not quantised."""
+    if impl.kv_cache_dtype not in FLOAT8:
+        return UNSCALED
+    query = layer._q_scale if impl.supports_quant_query_input else None
+    return Scales(query, layer._k_scale, layer._v_scale)
+
+
+def dtype_beside_cache(layer: Any) -> torch.dtype:
+    """Of keys and values that lie beside a layer's cache: the cache's, or the model's where that one is quantised."""
+    dtype: torch.dtype = layer.dtype if layer.kv_cache_dtype in FLOAT8 else layer.kv_cache_torch_dtype
+    return dtype
+
+
 def attend_window(
     query: torch.Tensor,
     out: torch.Tensor,
@@ -142,6 +160,7 @@ def attend_window(
     tail: TargetTail | DraftTail,
     num_reqs: int,
     softmax: Softmax,
+    scales: Scales = UNSCALED,
 ) -> None:
     """The prefix pass of a layer with a sliding window; arguments as of :func:`merge_target_tail`.
 
@@ -163,6 +182,7 @@ def attend_window(
         num_reqs=num_reqs,
         max_query_len=tail.queries_per_req if isinstance(tail, DraftTail) else tail.max_query_len,
         tails_in_cache=not is_level,
+        scales=scales,
     )
 
 
@@ -176,6 +196,7 @@ def merge_target_tail(
     num_reqs: int,
     softmax: Softmax,
     soft: torch.Tensor | None = None,
+    scales: Scales = UNSCALED,
 ) -> None:
     """Continue the softmax of the prefix pass over the target's tail, in place.
 
@@ -183,12 +204,13 @@ def merge_target_tail(
         query: [rows, Hq, Dh].
         out: [rows, Hq, Dh] output of the prefix pass, rewritten.
         lse: float32 [Hq, rows] its log-sum-exp.
-        kv_cache: [blocks, Hkv, block_size, 2 * Dh], the tail's keys and values written already.
+        kv_cache: [blocks, Hkv, block_size, 2 * Dh], the tail's keys and values written already; float8 if quantised.
         metadata: of the step: block table, lengths, query boundaries.
         tail: of the step.
         num_reqs: leading requests to work on.
         softmax: of the layer.
         soft: [2, Hkv, s, Dh] the layer's soft prompts; None where it has none.
+        scales: of the layer.
     """
     tail_attention(
         query=query,
@@ -201,11 +223,18 @@ def merge_target_tail(
         num_reqs=num_reqs,
         max_query_len=tail.max_query_len,
         soft=soft,
+        scales=scales,
     )
 
 
 def merge_draft_tail(
-    query: torch.Tensor, out: torch.Tensor, lse: torch.Tensor, metadata: Any, tail: DraftTail, softmax: Softmax
+    query: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    metadata: Any,
+    tail: DraftTail,
+    softmax: Softmax,
+    scales: Scales = UNSCALED,
 ) -> None:
     """Continue the softmax over the paged cache over one level's tree, in place; arguments as above."""
     tail_attention(
@@ -218,6 +247,7 @@ def merge_draft_tail(
         softmax=softmax,
         num_reqs=tail.num_reqs,
         max_query_len=tail.queries_per_req,
+        scales=scales,
     )
 
 
@@ -315,8 +345,8 @@ def unsupported_feature(impl: Any) -> str | None:
     Args:
         impl: the attention implementation of a layer.
     """
-    if is_quantized_kv_cache(impl.kv_cache_dtype):
-        return f"its KV cache is {impl.kv_cache_dtype}; set kv_cache_dtype to auto"
+    if is_quantized_kv_cache(impl.kv_cache_dtype) and impl.kv_cache_dtype not in FLOAT8:
+        return f"its KV cache is {impl.kv_cache_dtype}; set kv_cache_dtype to auto or fp8"
     if impl.alibi_slopes is not None:
         return "it has ALiBi slopes; use a target without it"
     if impl.attn_type != AttentionType.DECODER:

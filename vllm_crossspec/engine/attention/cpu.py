@@ -2,7 +2,7 @@
 
 The KV cache is that of vLLM's kernel for vectors: in each block and head keys by dimension, then values by token.
 Chains, prompts and rows without drafts are that kernel's; rows of trees read the same cache in place, in float32 by the
-CPU lane (``engine.cpu_products``), else by PyTorch. Legend as in ``base``.
+CPU lane (``engine.cpu_products``), else by PyTorch, which is also what reads float8. Legend as in ``base``.
 """
 
 from dataclasses import dataclass, field
@@ -24,6 +24,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
+from vllm_crossspec import devices
 from vllm_crossspec.engine.attention.base import (
     DraftTail,
     TargetTail,
@@ -35,6 +36,7 @@ from vllm_crossspec.engine.attention.base import (
 )
 from vllm_crossspec.engine.attention.scratch import write_level_naive
 from vllm_crossspec.engine.cpu_products import lane_ops
+from vllm_crossspec.types import FLOAT8
 from vllm_crossspec.verify.naive import cap, in_window, unpack_bits
 from vllm_crossspec.verify.tail_attention import Softmax, soft_words
 
@@ -44,7 +46,7 @@ class TreeCpuBackend(AttentionBackend):
 
     forward_includes_kv_cache_update: bool = False
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto"]
+    supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *FLOAT8]
 
     @staticmethod
     def get_name() -> str:
@@ -223,6 +225,10 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
         self.sliding_window = sliding_window
         problem = unsupported_feature(self)
+        if kv_cache_dtype in FLOAT8 and head_size % 32:
+            problem = f"its heads are no multiple of 32, as {kv_cache_dtype} needs on a CPU; set kv_cache_dtype to auto"
+        elif kv_cache_dtype in FLOAT8 and not devices.has_avx512():
+            problem = f"{kv_cache_dtype} needs a processor with AVX-512; set kv_cache_dtype to auto"
         if problem:
             raise ValueError(
                 f'draft trees cannot run on this attention: {problem}, or leave "tree" out of the speculative_config'
@@ -245,16 +251,17 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         """Write keys and values of the rows whose slot is not padding.
 
         Args:
-            layer: not used.
+            layer: has the scales of a quantised cache.
             key: [at least T, Hkv, Dh].
             value: likewise.
             kv_cache: [blocks, Hkv, block_size, 2 * Dh].
             slot_mapping: int64 [T], -1 for padding.
         """
         num_rows, (keys, values) = slot_mapping.shape[0], _as_vllm_takes_it(kv_cache)
-        if key.dtype != kv_cache.dtype:
+        form = self._quantised(layer)
+        if not form and key.dtype != kv_cache.dtype:
             key, value = key.to(kv_cache.dtype), value.to(kv_cache.dtype)
-        ops.cpu_attn_reshape_and_cache(key[:num_rows], value[:num_rows], keys, values, slot_mapping, self.isa)
+        ops.cpu_attn_reshape_and_cache(key[:num_rows], value[:num_rows], keys, values, slot_mapping, self.isa, **form)
 
     def forward(
         self,
@@ -285,13 +292,13 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         if attn_metadata is None:
             return output.fill_(0)
         if layer.is_draft_layer and attn_metadata.draft_tail is not None:
-            self._attend_draft_level(query, key, value, kv_cache, attn_metadata, output)
+            self._attend_draft_level(layer, query, key, value, kv_cache, attn_metadata, output)
             return output
         tail = None if layer.is_draft_layer else attn_metadata.target_tail
         # The lengths of a drafter's batch may change between two passes with the same metadata.
         schedules = {} if layer.is_draft_layer else attn_metadata.reused.schedules
         if tail is None:
-            self._attend_all(query, kv_cache, attn_metadata, schedules, output)
+            self._attend_all(layer, query, kv_cache, attn_metadata, schedules, output)
             return output
         soft, softmax = soft_prompts_of(layer), softmax_of(self)
         kind = 0 if soft is None else soft.shape[2], softmax.window
@@ -299,7 +306,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             attn_metadata.reused.rows[kind] = _rows_of(attn_metadata, tail, kv_cache.shape[2], *kind)
         rows = attn_metadata.reused.rows[kind]
         if rows.others:
-            self._attend_all(query, kv_cache, attn_metadata, schedules, output)
+            self._attend_all(layer, query, kv_cache, attn_metadata, schedules, output)
         lane = _lane_for(query, kv_cache)
         for part in rows.parts:
             if lane is not None and not part.sees_prompts:
@@ -307,7 +314,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
                 sizes = (self.scale, softmax.soft_cap, self._lane_sinks())
                 lane.attend(mine, kv_cache, line, part.num_keys, part.hidden, *sizes, output[part.rows])
                 continue
-            spans = _spans(kv_cache, part.request, part.num_keys, part.first_key)
+            spans = self.spans(layer, kv_cache, part.request, part.num_keys, part.first_key)
             if part.sees_prompts:
                 assert soft is not None
                 spans.append((soft[0].transpose(1, 2), soft[1]))
@@ -318,8 +325,27 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         """The layer's sinks as the CPU lane takes them."""
         return None if self.sinks is None else self.sinks.float().contiguous()
 
+    def _quantised(self, layer: Any) -> dict[str, Any]:
+        """What vLLM's kernels are told of a quantised cache; nothing of another."""
+        if self.kv_cache_dtype not in FLOAT8:
+            return {}
+        scales = {"k_scale": layer._k_scale_float, "v_scale": layer._v_scale_float}
+        return {**scales, "kv_cache_dtype": self.kv_cache_dtype}
+
+    def spans(
+        self, layer: Any, kv_cache: torch.Tensor, request: _Request, length: int, first_key: int = 0
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """:func:`_spans` of a cache, with a quantised one's numbers as they are after scaling, in float32."""
+        float8 = FLOAT8.get(self.kv_cache_dtype)
+        if float8 is None:
+            return _spans(kv_cache, request, length, first_key)
+        of_keys, of_values = layer._k_scale_float, layer._v_scale_float
+        spans = _spans(kv_cache.view(float8), request, length, first_key)
+        return [(keys.float() * of_keys, values.float() * of_values) for keys, values in spans]
+
     def _attend_all(
         self,
+        layer: Any,
         query: torch.Tensor,
         kv_cache: torch.Tensor,
         metadata: TreeCpuMetadata,
@@ -332,7 +358,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         is_causal = by_request is None and bool(causal)
         bounds, lengths = metadata.query_start_loc[: num_reqs + 1], metadata.seq_lens[:num_reqs]
         window = -1 if self.sliding_window is None else self.sliding_window
-        kind = (self.num_heads, window)
+        kind, form = (self.num_heads, window), self._quantised(layer)
         if kind not in schedules:
             schedules[kind] = ops.cpu_attn_get_scheduler_metadata(
                 num_reqs=num_reqs,
@@ -347,6 +373,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
                 isa=self.isa,
                 enable_kv_split=envs.VLLM_CPU_ATTN_SPLIT_KV,
                 dynamic_causal=by_request,
+                kv_cache_dtype=form.get("kv_cache_dtype", "auto"),
             )
         keys, values = _as_vllm_takes_it(kv_cache)
         ops.cpu_attention_with_kv_cache(
@@ -365,10 +392,12 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
             scheduler_metadata=schedules[kind],
             s_aux=self.sinks if self.sinks is None or self.sinks.dtype == torch.bfloat16 else self.sinks.float(),
             dynamic_causal=by_request,
+            **form,
         )
 
     def _attend_draft_level(
         self,
+        layer: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -392,7 +421,7 @@ class TreeCpuImpl(AttentionImpl[TreeCpuMetadata]):
         for request, scratch in zip(_requests(metadata)[: tail.num_reqs], tail.scratch, strict=False):
             mine, (keys, values) = request.rows, scratch[:length].unbind(1)
             first, visible = _windowed(seen[mine], length, request.length, kv_cache.shape[2], softmax.window)
-            spans = _spans(kv_cache, request, request.length - first, first)
+            spans = self.spans(layer, kv_cache, request, request.length - first, first)
             spans.append((keys.permute(1, 2, 0), values.transpose(0, 1)))
             output[mine] = attend(query[mine], spans, hide(visible), softmax)
 

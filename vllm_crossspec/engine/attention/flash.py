@@ -9,6 +9,9 @@ of FlashAttention's. Sinks are left out of either and join with the tail.
 
 FlashAttention knows 16-bit types alone; ``exact`` takes its place in float32.
 
+Over a cache in float8, whose queries vLLM quantises, too, FlashAttention 3 rounds the weights of its softmax to float8.
+The tail's kernel multiplies the same numbers and keeps its weights in the model's type.
+
 This module is imported by its name in vLLM's registry; it can be imported without a GPU.
 """
 
@@ -35,6 +38,7 @@ from vllm_crossspec.engine.attention.base import (
     attend_window,
     merge_draft_tail,
     merge_target_tail,
+    scales_of,
     serves_target,
     soft_prompts_of,
     softmax_of,
@@ -43,7 +47,8 @@ from vllm_crossspec.engine.attention.base import (
 )
 from vllm_crossspec.engine.attention.exact import exact_attention
 from vllm_crossspec.engine.attention.scratch import write_level
-from vllm_crossspec.verify.tail_attention import Softmax
+from vllm_crossspec.types import FLOAT8
+from vllm_crossspec.verify.tail_attention import Scales, Softmax
 
 
 def is_exact(dtype: torch.dtype) -> bool:
@@ -234,29 +239,36 @@ class TreeFlashImpl(FlashAttentionImpl):
         if metadata is None or tail is None or fused != (None, None):
             return self._forward_plain(layer, query, key, value, kv_cache, metadata, output, *fused)
         if isinstance(tail, DraftTail):
-            self._attend_draft_level(query, key, value, kv_cache, metadata, tail, output)
+            self._attend_draft_level(layer, query, key, value, kv_cache, metadata, tail, output)
             return output
         split, num_reqs = metadata.split_tokens, metadata.split_reqs
-        softmax, soft = softmax_of(self), soft_prompts_of(layer)
+        softmax, soft, scales = softmax_of(self), soft_prompts_of(layer), scales_of(layer, self)
+        cache = self._typed(kv_cache)
         if softmax.window:
             lse = self._new_lse(query[:split])
-            attend_window(query, output, lse, kv_cache, metadata, tail, num_reqs, softmax)
+            attend_window(query, output, lse, cache, metadata, tail, num_reqs, softmax, scales)
         else:
             lse = self._attend_dense(
                 query[:split],
-                kv_cache,
+                cache,
                 metadata,
                 output[:split],
                 num_reqs=num_reqs,
                 lengths=tail.prefix_len,
                 max_query_len=tail.max_query_len,
                 schedule=metadata.prefix_schedule,
+                scales=scales,
             )
-        merge_target_tail(query, output, lse, kv_cache, metadata, tail, num_reqs, softmax, soft)
+        merge_target_tail(query, output, lse, cache, metadata, tail, num_reqs, softmax, soft, scales)
         if metadata.rest is not None:
             rest = (query[split:], key[split:], value[split:], kv_cache, metadata.rest, output[split:])
             self._forward_plain(layer, *rest)
         return output
+
+    def _typed(self, kv_cache: torch.Tensor) -> torch.Tensor:
+        """The cache with the type of its numbers: vLLM's own of a quantised one are bytes."""
+        float8 = FLOAT8.get(self.kv_cache_dtype)
+        return kv_cache if float8 is None else kv_cache.view(float8)
 
     def _forward_plain(
         self,
@@ -290,6 +302,7 @@ class TreeFlashImpl(FlashAttentionImpl):
 
     def _attend_draft_level(
         self,
+        layer: Any,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -301,25 +314,26 @@ class TreeFlashImpl(FlashAttentionImpl):
         """The level's rows see the whole paged cache and, in the scratch, their ancestors."""
         num_rows = tail.num_reqs * tail.queries_per_req
         write_level(key[:num_rows], value[:num_rows], tail)
-        softmax = softmax_of(self)
+        softmax, scales, cache = softmax_of(self), scales_of(layer, self), self._typed(kv_cache)
         if softmax.window:
             lse = self._new_lse(query[:num_rows])
-            attend_window(query, output, lse, kv_cache, metadata, tail, tail.num_reqs, softmax)
-            merge_draft_tail(query, output, lse, metadata, tail, softmax)
+            attend_window(query, output, lse, cache, metadata, tail, tail.num_reqs, softmax, scales)
+            merge_draft_tail(query, output, lse, metadata, tail, softmax, scales)
             return
         # The builder's plan fits if it was made for the same requests and, as is asked for here, without a causal mask.
         fits = metadata.causal is False and metadata.seq_lens.shape[0] == tail.num_reqs
         lse = self._attend_dense(
             query[:num_rows],
-            kv_cache,
+            cache,
             metadata,
             output[:num_rows],
             num_reqs=tail.num_reqs,
             lengths=metadata.seq_lens,
             max_query_len=tail.queries_per_req,
             schedule=metadata.scheduler_metadata if fits else None,
+            scales=scales,
         )
-        merge_draft_tail(query, output, lse, metadata, tail, softmax)
+        merge_draft_tail(query, output, lse, metadata, tail, softmax, scales)
 
     @staticmethod
     def _new_lse(query: torch.Tensor) -> torch.Tensor:
@@ -337,6 +351,7 @@ class TreeFlashImpl(FlashAttentionImpl):
         lengths: torch.Tensor,
         max_query_len: int,
         schedule: torch.Tensor | None,
+        scales: Scales,
     ) -> torch.Tensor:
         """FlashAttention of the leading requests' rows over their first ``lengths`` tokens, without a mask or sinks.
 
@@ -350,6 +365,8 @@ class TreeFlashImpl(FlashAttentionImpl):
             return self._attend_exactly(query, kv_cache, metadata, output, **sizes, softmax=without_sinks, causal=False)
         # TMA wants the strides of dimensions of one element to be as if they were longer; see vLLM's own forward.
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        by_head = (num_reqs, self.num_kv_heads)
+        descales = [None if scale is None else scale.expand(by_head) for scale in scales]
         _, lse = flash_attn.flash_attn_varlen_func(
             q=query,
             k=canonicalize_singleton_dim_strides(keys),
@@ -366,6 +383,9 @@ class TreeFlashImpl(FlashAttentionImpl):
             block_table=metadata.block_table[:num_reqs],
             return_softmax_lse=True,
             scheduler_metadata=schedule,
+            q_descale=descales[0],
+            k_descale=descales[1],
+            v_descale=descales[2],
             fa_version=self.vllm_flash_attn_version,
             num_splits=metadata.max_num_splits,
         )

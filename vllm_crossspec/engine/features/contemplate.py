@@ -27,6 +27,7 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm_crossspec.contemplate import kernels, torch_ops
 from vllm_crossspec.contemplate.layout import verified_nodes
 from vllm_crossspec.drafters.base import drafter_kind
+from vllm_crossspec.engine.attention.base import dtype_beside_cache
 from vllm_crossspec.engine.features.base import Feature
 from vllm_crossspec.engine.step import Step
 from vllm_crossspec.twins import runs_kernels
@@ -146,7 +147,7 @@ class Contemplate(Feature):
             count = layer.num_kv_heads
             first = rank * count if total >= size else rank * total // size
             both = torch.stack([prompts.keys[index], prompts.values[index]])[:, first : first + count]
-            both = both.to(layer.kv_cache_torch_dtype).contiguous()
+            both = both.to(dtype_beside_cache(layer)).contiguous()
             if getattr(layer, "soft_prompts", None) is None:
                 layer.soft_prompts = both
             else:

@@ -3,6 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from vllm_crossspec import devices
 from vllm_crossspec.adaptive.calibration import check_drafter_calibration
 from vllm_crossspec.config import CrossSpecConfig, settings_of
 from vllm_crossspec.drafters.base import drafter_kind, load
@@ -12,7 +15,7 @@ from vllm_crossspec.ngram.store import open_store, tokenizer_hash
 from vllm_crossspec.ranks import step_together
 from vllm_crossspec.router.checkpoint import check_router
 from vllm_crossspec.router.costs import read_costs
-from vllm_crossspec.types import TargetFacts
+from vllm_crossspec.types import FLOAT8, TargetFacts
 
 V1_REFUSAL = "vllm_crossspec's proposers (set VLLM_USE_V2_MODEL_RUNNER=1 or leave it unset)"
 
@@ -166,8 +169,32 @@ def _unsupported_by_trees(vllm_config: Any) -> list[str]:
         found.append(
             "KV connectors with draft trees (layers are saved before the accepted path is in place; set tree to chain)"
         )
-    if vllm_config.cache_config.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
-        found.append(
-            f"a KV cache in {vllm_config.cache_config.cache_dtype} with draft trees (use --kv-cache-dtype auto)"
-        )
-    return found
+    problem = _unsupported_cache(vllm_config)
+    return [*found, problem] if problem else found
+
+
+def _unsupported_cache(vllm_config: Any) -> str | None:
+    """What of a quantised KV cache the rows of trees cannot read, with the way out; None if there is nothing."""
+    from vllm.platforms import current_platform
+
+    cache, dtype = vllm_config.cache_config, vllm_config.cache_config.cache_dtype
+    if dtype == "auto" and getattr(vllm_config.quant_config, "kv_cache_scheme", None):
+        dtype = "fp8"  # which vLLM finds out when it builds the layers
+    what = f"a KV cache in {dtype} with draft trees"
+    if dtype in ("auto", "bfloat16", "float16", "float32"):
+        return None
+    if dtype not in FLOAT8:
+        return f"{what} (use --kv-cache-dtype auto or fp8)"
+    if cache.kv_cache_dtype_skip_layers:
+        return f"{what} that some layers have in another type (leave out --kv-cache-dtype-skip-layers)"
+    if current_platform.is_cpu():
+        if not devices.has_avx512():
+            return f"{what} on a processor without AVX-512, which vLLM's kernel needs (use --kv-cache-dtype auto)"
+        return None
+    if vllm_config.model_config.dtype == torch.float32:
+        return f"{what} and a target in float32 on a GPU (use --dtype bfloat16, or --kv-cache-dtype auto)"
+    from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
+
+    if not FlashAttentionBackend.supports_kv_cache_dtype(dtype):
+        return f"{what} on a GPU whose FlashAttention does not read it (use fp8 on Hopper, or --kv-cache-dtype auto)"
+    return None

@@ -19,7 +19,7 @@ from vllm_crossspec.adaptive.calibration import load_policy
 from vllm_crossspec.adaptive.sizer import TreeSizer
 from vllm_crossspec.contemplate.layout import verified_nodes
 from vllm_crossspec.drafters.eagle3.levels import prepare_growth
-from vllm_crossspec.engine.attention.base import DraftTail
+from vllm_crossspec.engine.attention.base import DraftTail, dtype_beside_cache
 from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.graphs.rows import RowGraphManager
 from vllm_crossspec.engine.proposers.base import Proposer, empty_tree, first_rows
@@ -117,7 +117,7 @@ class LevelTrees(Proposer):
         for name in self.draft_attn_layer_names:
             layer = layers[name]
             shape = (self.max_num_reqs, max(rows, 1), 2, layer.num_kv_heads, layer.head_size)
-            self.scratches[name] = torch.zeros(shape, dtype=layer.kv_cache_torch_dtype, device=self.device)
+            self.scratches[name] = torch.zeros(shape, dtype=dtype_beside_cache(layer), device=self.device)
 
     def set_attn(self, *arguments: Any, **options: Any) -> None:
         """The attention of the drafter's layers; none of a tree's rows has a slot in their cache."""

@@ -9,11 +9,13 @@ from vllm_crossspec.engine.vllm_api.points.base import StandIn, parse
 TOUCH_POINTS = parse("""
 vllm._custom_ops
   cpu_attention_with_kv_cache(query key_cache value_cache output query_start_loc seq_lens scale causal alibi_slopes
-      sliding_window block_table softcap scheduler_metadata s_aux dynamic_causal) - called on a CPU: rows that see all
-      before them
+      sliding_window block_table softcap scheduler_metadata s_aux dynamic_causal k_scale v_scale kv_cache_dtype) -
+      called on a CPU: rows that see all before them
   cpu_attn_get_scheduler_metadata(num_reqs num_heads num_kv_heads head_dim seq_lens dtype query_start_loc causal
-      sliding_window_size isa enable_kv_split dynamic_causal) - called on a CPU: what that kernel needs to know
-  cpu_attn_reshape_and_cache(key value key_cache value_cache slot_mapping isa) - called on a CPU: keys and values
+      sliding_window_size isa enable_kv_split dynamic_causal kv_cache_dtype) - called on a CPU: what that kernel needs
+      to know
+  cpu_attn_reshape_and_cache(key value key_cache value_cache slot_mapping isa k_scale v_scale kv_cache_dtype) - called
+      on a CPU: keys and values
   create_onednn_mm(weight primitive_cache_size) - called on a CPU: a drafter's weights in bfloat16
   onednn_mm(dnnl_handler x bias) - called on a CPU: a drafter's products in bfloat16
   rms_norm(out input weight epsilon) - called on a CPU: norms one layer's keys
@@ -68,7 +70,8 @@ vllm.forward_context
   set_forward_context(attn_metadata vllm_config num_tokens num_tokens_across_dp cudagraph_runtime_mode batch_descriptor
       ubatch_slices slot_mapping skip_compiled is_padding) - called around every pass of a drafter's own
 vllm.model_executor.layers.attention.attention
-  Attention.{head_size kv_cache_torch_dtype num_kv_heads} - read: the heads and sizes of a layer
+  Attention.{dtype head_size kv_cache_dtype kv_cache_torch_dtype num_kv_heads} - read: the heads, sizes and types of a
+      layer
 vllm.model_executor.layers.attention_layer_base
   AttentionLayerBase.get_attn_backend(self) - called: names the backend that cannot take trees
   AttentionLayerBase.{impl is_draft_layer kv_cache} - read: which layers are a drafter's, and where their cache is
@@ -153,6 +156,7 @@ vllm.v1.attention.backend
       overridden: attention over trees
   AttentionImpl.{kv_cache_dtype} - set by tree attention on a CPU
   AttentionImplBase.{head_size num_heads scale} - set by tree attention on a CPU
+  AttentionLayer.{_k_scale _k_scale_float _q_scale _v_scale _v_scale_float} - read: of a layer with a quantised cache
   AttentionMetadata - subclassed on a CPU
   AttentionMetadataBuilder.__init__(self kv_cache_spec layer_names vllm_config device) - called by the builder for CPUs
   AttentionMetadataBuilder.build(self common_prefix_len common_attn_metadata fast_build) - overridden: the step's trees
@@ -177,10 +181,12 @@ vllm.v1.attention.backends.cpu_attn
 vllm.v1.attention.backends.flash_attn
   FlashAttentionBackend.get_builder_cls() - overridden: tree attention on a GPU
   FlashAttentionBackend.get_impl_cls() - overridden: tree attention on a GPU
+  FlashAttentionBackend.supports_kv_cache_dtype(kv_cache_dtype) - called: trees over a cache that it does not read are
+      refused
   FlashAttentionBackend.{supported_dtypes} - overridden: float32, too, which FlashAttention itself does not take
   FlashAttentionImpl.forward(self layer query key value kv_cache attn_metadata output output_scale output_block_scale) -
       overridden: attention over trees; called for everything else
-  FlashAttentionImpl.{vllm_flash_attn_version} - read by tree attention
+  FlashAttentionImpl.{num_kv_heads vllm_flash_attn_version} - read by tree attention
   FlashAttentionMetadata(num_actual_tokens max_query_len query_start_loc max_seq_len seq_lens block_table slot_mapping
       max_dcp_context_kv_len dcp_context_kv_lens num_decode_reqs num_prefill_reqs num_decode_tokens num_prefill_tokens
       scheduler_metadata max_num_splits causal mm_prefix_query_range_tensor rswa_prefix_lens rswa_window
@@ -252,7 +258,7 @@ vllm.v1.kv_cache_interface
   AttentionSpec.{dtype} - read by the metadata builders: whether the cache is one of float32
   KVCacheLayout.{LBHNC} - read: the layout of the cache on a CPU
   KVCacheSpec - the type of an argument of the metadata builders
-  is_quantized_kv_cache(kv_cache_dtype) - called: trees are refused over a quantised cache
+  is_quantized_kv_cache(kv_cache_dtype) - called: trees are refused over a quantised cache that is not of float8
 vllm.v1.outputs
   LogprobsTensors - the type of the verifier's log-probabilities
 vllm.v1.request
