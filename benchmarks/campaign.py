@@ -29,9 +29,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_crossspec.cli.demo import METHODS, POCKET, located
+from vllm_crossspec.cli.demo import METHODS, located
 from vllm_crossspec.cli.rows import PLAIN
+from vllm_crossspec.pocket_models import find_pocket
 
+POCKET = find_pocket()
 HERE = Path(__file__).resolve().parent
 STEP_MINUTES, REHEARSED_STEP_MINUTES = 9.0, 20.0
 """The longest that a step may run, on a GPU and in a rehearsal."""

@@ -33,9 +33,11 @@ from rich.table import Table
 from vllm import LLM, SamplingParams
 
 from vllm_crossspec.cli import meta
-from vllm_crossspec.cli.demo import METHODS, POCKET, located
+from vllm_crossspec.cli.demo import METHODS, located
 from vllm_crossspec.cli.prompts import read_prompts
+from vllm_crossspec.pocket_models import find_pocket
 
+POCKET = find_pocket()
 PROMPTS = 3
 TOKENS = 12
 

@@ -26,6 +26,7 @@ from vllm_crossspec.cli import demo, meta, runner
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.rows import ALL, Run, rows
 from vllm_crossspec.cli.runner import Job
+from vllm_crossspec.pocket_models import find_pocket
 
 MODES = ("compiled", "interpreted")
 INTERPRET = "TRITON_INTERPRET"
@@ -53,9 +54,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def jobs(options: argparse.Namespace) -> list[Job]:
     """One for each method."""
-    prompts = demo.first_of_each(read_prompts(demo.POCKET / "prompts.jsonl"), options.prompts)
+    prompts = demo.first_of_each(read_prompts(demo.demo_prompts()), options.prompts)
     sampling = {"temperature": 0.0, "max_tokens": options.max_tokens}
-    return [demo.make_job(name, demo.POCKET, prompts, sampling) for name in options.names]
+    return [demo.make_job(name, find_pocket(), prompts, sampling) for name in options.names]
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ from typing import Any
 
 from cpu_speed import ARMS, CROSSSPEC, SPECS, goodput, write_models, write_specs
 
-from vllm_crossspec.cli.demo import POCKET
+from vllm_crossspec.pocket_models import find_pocket
 
 ROUTER = "goodput"
 
@@ -143,7 +143,7 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--shapes", default="0.2b", help="of crossspec inflate, comma-separated")
     add("--router", default=",".join(ARMS), help="the arms that the router chooses from, comma-separated")
     add("--arms", help="those of them that are measured alone, comma-separated; default: all")
-    add("--prompts", type=Path, default=POCKET / "prompts.jsonl", help="JSON lines with `category` and `prompt`")
+    add("--prompts", type=Path, default=find_pocket() / "prompts.jsonl", help="JSON lines with `category` and `prompt`")
     add("--each", type=int, default=6, help="prompts of each category")
     add("--repeats", type=int, default=3, help="turns of every method")
     add("--max-tokens", type=int, default=128, help="of an answer at most")

@@ -21,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from vllm_crossspec.adaptive.calibration import read_calibration, write_calibration
-from vllm_crossspec.cli.demo import EAGLE3, POCKET, located
+from vllm_crossspec.cli.demo import EAGLE3, located
 from vllm_crossspec.drafters.identity import identify
+from vllm_crossspec.pocket_models import find_pocket
 
+POCKET = find_pocket()
 BFLOAT16 = {"dtype": "bfloat16"}
 DFLASH = {"method": "dflash", "model": "{pocket}/dflash"}
 DRAFT_MODEL = {"method": "draft_model", "model": "{pocket}/draft-model"}

@@ -315,7 +315,7 @@ def test_empty_and_binary_files_are_refused(tmp_path):
 
 
 def test_shipped_prompts_cover_the_categories():
-    prompts = read_prompts(demo.POCKET / "prompts.jsonl")
+    prompts = read_prompts(demo.demo_prompts())
     groups = runner.by_category(prompts)
     assert [*groups] == ["chat", "math", "code", "agentic"]
     assert all(len(group) >= 5 for group in groups.values())
@@ -372,7 +372,7 @@ def test_doctor_sees_a_hidden_or_mismatched_gpu(monkeypatch):
 
 
 def test_doctor_names_damaged_pocket_models(monkeypatch, pocket):
-    monkeypatch.setattr(doctor, "POCKET", pocket)
+    monkeypatch.setattr(doctor, "find_pocket", lambda: pocket)
     checks = doctor.check_pocket()
     assert len(checks) == len(list(pocket.iterdir())) > 6
     assert all(check.status == doctor.FAIL for check in checks)

@@ -60,6 +60,7 @@ ROOMS = [
     "ngram",
     "router",
     "shapes",
+    "pocket_models",
     "shards",
     "files",
     "types",

@@ -452,10 +452,10 @@ def test_only_missing_shards_are_asked_for_again(tmp_path, capsys, monkeypatch):
 
 def test_prompts_that_drafters_learned_from_are_left_out(tmp_path, capsys):
     """By the token ids that `train generate` wrote, or as text; the limit counts what is left."""
+    from engines import POCKET
     from transformers import AutoTokenizer
 
     from vllm_crossspec.cli.collect import interleaved
-    from vllm_crossspec.cli.demo import POCKET
     from vllm_crossspec.cli.learned import learned_prompts
     from vllm_crossspec.training.data import chat_prompt
     from vllm_crossspec.training.generations import Generation, write_shard

@@ -1,3 +1,1 @@
 """vllm_crossspec: several drafters, one engine, the target model's own text (a plugin for vLLM 0.32)."""
-
-__version__ = "0.1.0"

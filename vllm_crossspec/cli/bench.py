@@ -10,7 +10,7 @@ from typer import Option
 
 from vllm_crossspec.cli import meta, options, report
 from vllm_crossspec.cli.compare import SAMPLED, check_all, seconds_note, table, wide_console
-from vllm_crossspec.cli.demo import POCKET, first_of_each, require_identical
+from vllm_crossspec.cli.demo import demo_prompts, first_of_each, require_identical
 from vllm_crossspec.cli.measure import Measurement, fits, measure, schedule
 from vllm_crossspec.cli.prompts import FORMATS, read_prompts
 from vllm_crossspec.cli.rows import PLAIN, Row, rows
@@ -157,7 +157,7 @@ def bench(
         raise ValueError("--no-baseline leaves nothing to run: name at least one --spec file")
     if dataset_format is not None:
         look_up(dataset_format, FORMATS, "--dataset-format", "format")
-    read = [p for file in prompts or [POCKET / "prompts.jsonl"] for p in read_prompts(file, dataset_format)]
+    read = [p for file in prompts or [demo_prompts()] for p in read_prompts(file, dataset_format)]
     chosen = first_of_each(read, limit)
     jobs = [
         Job(

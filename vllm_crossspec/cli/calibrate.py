@@ -15,8 +15,9 @@ from vllm_crossspec.adaptive.heterospec import LEAF_SHARE, MAX_THRESHOLDS, Readi
 from vllm_crossspec.cli import options, router
 from vllm_crossspec.cli.collect import describe, interleaved, make_job, make_shards
 from vllm_crossspec.cli.compare import wide_console
-from vllm_crossspec.cli.demo import METHODS, POCKET, located
+from vllm_crossspec.cli.demo import METHODS, located
 from vllm_crossspec.cli.sharded import Work, run_missing
+from vllm_crossspec.pocket_models import find_pocket
 from vllm_crossspec.tree.base import tree_kind
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
@@ -169,7 +170,7 @@ def _check_out(out: Path, picture: bool) -> None:
 def _speculative(spec: str | None) -> dict[str, Any]:
     """The config whose trees are recorded, all of them whole. Raises ValueError where it has none."""
     if spec is None:
-        given = located(METHODS[DEFAULT_METHOD], POCKET)
+        given = located(METHODS[DEFAULT_METHOD], find_pocket())
     else:
         text = spec if spec.lstrip().startswith("{") else Path(spec).read_text()
         given = options.parse_json("--spec", spec, text)

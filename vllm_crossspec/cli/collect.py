@@ -12,11 +12,12 @@ from typer import Option
 
 from vllm_crossspec.cli import options
 from vllm_crossspec.cli.bench import read_configs
-from vllm_crossspec.cli.demo import POCKET, WHIFLASH_DRAFTERS, located
+from vllm_crossspec.cli.demo import WHIFLASH_DRAFTERS, demo_prompts, located
 from vllm_crossspec.cli.learned import learned_prompts
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.runner import Prompt, by_category
 from vllm_crossspec.cli.sharded import Work, run_missing
+from vllm_crossspec.pocket_models import find_pocket
 from vllm_crossspec.shards import shard_path
 
 COLLECT = Work("collect", "vllm_crossspec.engine.jobs.collect", "records")
@@ -61,7 +62,7 @@ def collect(
         from vllm_crossspec.router.costs import read_costs
 
         read_costs(costs, tuple(speculative["drafters"]), "--costs")
-    is_known = learned_prompts(learned_from, answers.model or str(POCKET / "target")) if learned_from else None
+    is_known = learned_prompts(learned_from, answers.model or str(find_pocket() / "target")) if learned_from else None
     chosen = interleaved(answers.prompts, answers.limit, is_known)
     sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": answers.max_tokens}
     if temperature > 0:
@@ -88,7 +89,7 @@ def collect(
 def drafters_of(spec: Path | None) -> dict[str, Any]:
     """The config whose drafters are looked at. Raises ValueError where it has none to choose between."""
     if spec is None:
-        return {"method": "whiflash", "drafters": located(WHIFLASH_DRAFTERS, POCKET)}
+        return {"method": "whiflash", "drafters": located(WHIFLASH_DRAFTERS, find_pocket())}
     config = read_configs([spec])[spec.stem]
     assert config is not None
     drafters = config.get("drafters")
@@ -111,7 +112,7 @@ def make_job(
     """
     if model is None and engine.dtype == "auto":
         engine = engine._replace(dtype="float32")
-    arguments = engine.arguments(model or str(POCKET / "target"), batch_size)
+    arguments = engine.arguments(model or str(find_pocket() / "target"), batch_size)
     return {
         "engine": {**arguments, "speculative_config": speculative},
         "chat": engine.chat,
@@ -144,7 +145,7 @@ def interleaved(
     Raises:
         ValueError: a file that cannot be used, or none is left.
     """
-    prompts = [prompt for file in files or [POCKET / "prompts.jsonl"] for prompt in read_prompts(file)]
+    prompts = [prompt for file in files or [demo_prompts()] for prompt in read_prompts(file)]
     if is_known is not None:
         fresh = [prompt for prompt in prompts if not is_known(prompt)]
         typer.echo(f"{len(prompts) - len(fresh)} of {len(prompts)} prompts left out: drafters learned from them")

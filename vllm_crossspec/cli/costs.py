@@ -10,9 +10,9 @@ from typer import Option
 from vllm_crossspec.cli import meta, options
 from vllm_crossspec.cli.collect import drafters_of
 from vllm_crossspec.cli.compare import wide_console
-from vllm_crossspec.cli.demo import POCKET
 from vllm_crossspec.cli.processes import EngineError, engine_events
 from vllm_crossspec.cli.stages import bars
+from vllm_crossspec.pocket_models import find_pocket
 
 MODULE = "vllm_crossspec.engine.jobs.costs"
 
@@ -40,7 +40,7 @@ def costs(
     speculative = {**drafters_of(spec), "router": {"policy": "goodput"}}
     if model is None and engine.dtype == "auto":
         engine = engine._replace(dtype="float32")
-    arguments = engine.arguments(model or str(POCKET / "target"), batch_size)
+    arguments = engine.arguments(model or str(find_pocket() / "target"), batch_size)
     job: dict[str, Any] = {"engine": {**arguments, "speculative_config": speculative}}
     with bars() as progress:
         progress.add_task("costs: the engine starts and times its rounds", total=None)

@@ -1,9 +1,8 @@
-"""`crossspec demo`: every method beside plain generation, with the pocket models of the package."""
+"""`crossspec demo`: every method beside plain generation, with the pocket models."""
 
 import json
 import os
 import re
-from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,8 +14,7 @@ from vllm_crossspec.cli.options import AnswerTokens, TableFile
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.rows import PLAIN, Row
 from vllm_crossspec.cli.runner import Job, Prompt, by_category
-
-POCKET = Path(str(resources.files("vllm_crossspec") / "pocket"))
+from vllm_crossspec.pocket_models import find_pocket
 
 CHAIN = {"num_speculative_tokens": 7, "tree": {"type": "chain"}}
 TREE = {"tree": {"type": "dynamic", "depth": 8, "top_k": 10, "num_nodes": 60}}
@@ -188,10 +186,11 @@ def demo(
     os.environ.setdefault("CROSSSPEC_FIXED_WIDTHS", "1")  # what is counted is the same on every machine
     if limit is None and methods is None and prompts is None:
         limit = HEADLINE_PROMPTS
-    chosen = first_of_each(read_prompts(prompts or POCKET / "prompts.jsonl"), limit)
+    folder = pocket or find_pocket()
+    chosen = first_of_each(read_prompts(prompts or demo_prompts()), limit)
     sampling = {"temperature": TEMPERATURE, "top_p": TOP_P, "seed": seed} if sampled else {"temperature": 0.0}
     sampling["max_tokens"] = max_tokens
-    jobs = [make_job(name, pocket or POCKET, chosen, sampling) for name in choose(methods)]
+    jobs = [make_job(name, folder, chosen, sampling) for name in choose(methods)]
     about = {"model": "pocket", "dtype": "float32", "sampling": sampling}
     rows, runs = compare(jobs, about, json_file, side_by_side=SIDE_BY_SIDE)
     typer.echo(PROOF)
@@ -232,6 +231,11 @@ def job_of(
                 f"{folder / model} holds no model: check out the repository whole, or train one (`crossspec train`)"
             )
     return Job(method=name, engine=engine, sampling=sampling, prompts=prompts)
+
+
+def demo_prompts() -> Path:
+    """The file of the demo's prompts. Raises ValueError where the pocket models are not installed."""
+    return find_pocket() / "prompts.jsonl"
 
 
 def first_of_each(prompts: list[Prompt], limit: int | None) -> list[Prompt]:

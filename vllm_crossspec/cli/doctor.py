@@ -16,9 +16,10 @@ from rich.markup import escape
 from rich.table import Table
 from typer import Option
 
-from vllm_crossspec.cli.demo import METHODS, POCKET, POCKET_FILES, pocket_folders
+from vllm_crossspec.cli.demo import METHODS, POCKET_FILES, pocket_folders
 from vllm_crossspec.cli.meta import GIB
 from vllm_crossspec.cli.options import write_json
+from vllm_crossspec.pocket_models import INSTALL, find_pocket
 from vllm_crossspec.twins import runs_kernels
 
 PLUGIN, PLUGIN_GROUP = "crossspec", "vllm.general_plugins"
@@ -248,8 +249,12 @@ def check_touch_points() -> list[Check]:
 def check_pocket() -> list[Check]:
     """The models of the demo: there, whole and readable."""
     folders = pocket_folders(METHODS)
-    problems = [problem for name in folders if (problem := _model_problem(POCKET / name))]
-    fix = "check out the repository whole (`git checkout -- vllm_crossspec/pocket`)"
+    try:
+        pocket = find_pocket()
+    except ValueError:
+        return [Check("pocket models", WARN, "not installed", f"for `crossspec demo`, run `{INSTALL}`")]
+    problems = [problem for name in folders if (problem := _model_problem(pocket / name))]
+    fix = "check out the repository whole (`git checkout -- vllm_crossspec/pocket`), or install the package again"
     if problems:
         return [Check("pocket models", FAIL, problem, fix) for problem in problems]
     return [Check("pocket models", OK, ", ".join(folders))]

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from typer import Argument, Option
 
-from vllm_crossspec.cli.demo import POCKET
+from vllm_crossspec.cli.demo import demo_prompts
 from vllm_crossspec.cli.options import integers, write_json
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.stages import facts_table, stage_bars
@@ -21,8 +21,6 @@ if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from vllm_crossspec.heads.flashhead.assets import Assets
     from vllm_crossspec.heads.flashhead.build import Clustering
     from vllm_crossspec.heads.flashhead.build import Progress as Report
-
-PROMPTS = POCKET / "prompts.jsonl"
 
 app = typer.Typer(
     name="flashhead",
@@ -38,7 +36,11 @@ ModelArgument = Annotated[
     Path, Argument(help="Folder of the drafter: config.json and .safetensors.", show_default=False)
 ]
 PromptsOption = Annotated[
-    Path, Option(help="Prompts (.jsonl with `prompt` or `turns`); the model's greedy answers give the states.")
+    Path | None,
+    Option(
+        help="Prompts (.jsonl with `prompt` or `turns`); the model's greedy answers give the states. "
+        "Default: the demo's."
+    ),
 ]
 TargetOption = Annotated[
     Path | None,
@@ -71,7 +73,7 @@ def build(
         Option(help="Probe as many clusters as find this share of the dense head's tokens, 0.99 for example."),
     ] = None,
     target: TargetOption = None,
-    prompts: PromptsOption = PROMPTS,
+    prompts: PromptsOption = None,
     new_tokens: NewTokensOption = 32,
     device: DeviceOption = "auto",
 ) -> None:
@@ -98,7 +100,7 @@ def build(
         check_probes(probes, num_clusters, "--probes")
     if recall is not None and (probes is not None or not 0 < recall <= 1):
         raise ValueError(f"--recall {recall}: give a share above 0 and up to 1, and no --probes beside it")
-    texts = _texts(prompts, model, target) if recall is not None else []
+    texts = _texts(prompts or demo_prompts(), model, target) if recall is not None else []
     ids = _special(special, model, target, len(weight))
     with stage_bars() as report:
         weight = weight.to(chosen)
@@ -135,7 +137,7 @@ def info(
 def recall(
     model: ModelArgument,
     assets: Annotated[Path, Option("--assets", help="Folder with the model's clusters.")],
-    prompts: PromptsOption = PROMPTS,
+    prompts: PromptsOption = None,
     new_tokens: NewTokensOption = 32,
     probes: Annotated[
         str | None, Option(help="Comma-separated numbers of probes. Default: powers of two and the assets' own.")
@@ -154,6 +156,7 @@ def recall(
     from vllm_crossspec.heads.flashhead.head import check_probes
     from vllm_crossspec.heads.flashhead.quality import recall as at
 
+    prompts = prompts or demo_prompts()
     weight = read_output_embedding(model).to(choose_device(device))
     vocab_size, hidden_size = weight.shape
     read = read_assets(assets, vocab_size=vocab_size, hidden_size=hidden_size, key="--assets")

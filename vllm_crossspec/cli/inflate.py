@@ -13,12 +13,13 @@ from rich.table import Table
 from typer import Option
 
 from vllm_crossspec.cli.compare import run_all
-from vllm_crossspec.cli.demo import METHODS, POCKET, SIDE_BY_SIDE, first_of_each, job_of, pocket_folders
+from vllm_crossspec.cli.demo import METHODS, SIDE_BY_SIDE, demo_prompts, first_of_each, job_of, pocket_folders
 from vllm_crossspec.cli.options import grouped, name_list
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.rows import PLAIN, Run, rows
 from vllm_crossspec.cli.stages import bars
 from vllm_crossspec.names import look_up
+from vllm_crossspec.pocket_models import find_pocket
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from collections.abc import Iterator
@@ -60,8 +61,8 @@ def inflate(
     *,
     out: Annotated[Path, Option(help="Folder to write: target/, and one folder for each drafter.")],
     model: Annotated[
-        Path, Option(help="Folder of the target; drafters are looked for beside it. Default: the pocket target.")
-    ] = POCKET / "target",
+        Path | None, Option(help="Folder of the target; drafters are looked for beside it. Default: the pocket target.")
+    ] = None,
     sizes: Sizes,
     drafters: Annotated[
         str | None,
@@ -105,6 +106,7 @@ def inflate(
     """
     from vllm_crossspec.inflate import folder
 
+    model = model or find_pocket() / "target"
     folder.check_out(out, overwrite)
     plan = folder.make_plan(_wish(model, sizes, drafters, draft_shape, dtype, device))
     folder.check_space(out, plan.size)
@@ -199,7 +201,7 @@ def compare(source: Path, out: Path, names: Sequence[str], side_by_side: int) ->
         side_by_side: engines that run at a time, on a CPU.
     """
     os.environ.setdefault("CROSSSPEC_FIXED_WIDTHS", "1")  # acceptance is compared, at whatever a round costs
-    prompts = first_of_each(read_prompts(POCKET / "prompts.jsonl"), CHECKED_PROMPTS)
+    prompts = first_of_each(read_prompts(demo_prompts()), CHECKED_PROMPTS)
     methods = checked_methods(names)
     jobs = [
         job_of(name + ending, config, folder, prompts, GREEDY)
