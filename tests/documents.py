@@ -26,7 +26,7 @@ DOCUMENTS = [
     *(ROOT / name / "README.md" for name in ("benchmarks", "configs", "tests")),
 ]
 LANGUAGES = {"bash", "json", "python", "text", "toml"}
-FOLDERS = ("benchmarks", "configs", "cpu_lane", "docs", "tests", "vllm_crossspec")
+FOLDERS = ("benchmarks", "configs", "cpu_lane", "dashboards", "docs", "tests", "vllm_crossspec")
 
 FENCE = re.compile(r"\s*```(\S*)\s*$")
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -377,7 +377,13 @@ def _check_vllm(words: list[str]) -> None:
 
 
 def _check_given(value: str) -> None:
-    """What stands after `--speculative-config`: JSON, or a file in `$(cat FILE)`."""
+    """What stands after `--speculative-config`: JSON, a file in `$(cat FILE)`, or `$(crossspec pocket METHOD)`."""
+    if method := re.fullmatch(r"\$\(crossspec pocket ([^)]+)\)", value):
+        from vllm_crossspec.cli.demo import METHODS
+
+        if METHODS.get(method[1]) is None:
+            raise CommandError(f"the demo has no method {method[1]!r}")
+        value = json.dumps(METHODS[method[1]])
     if file := re.fullmatch(r"\$\(cat ([^)]+)\)", value):
         if not (ROOT / file[1]).is_file():
             raise CommandError(f"there is no file {file[1]}")
@@ -458,7 +464,7 @@ CHECKS: dict[str, Callable[[list[str]], None]] = {
     "pytest": _check_pytest,
     "python": _check_python,
     "vllm": _check_vllm,
-    **dict.fromkeys(("awk", "git", "grep", "mkdir", "source"), _anything),
+    **dict.fromkeys(("awk", "git", "grep", "mkdir", "source", "twine"), _anything),
 }
 
 

@@ -132,6 +132,7 @@ def shell(*lines):
         ("vllm serv M", "4: no test knows `vllm serv`"),
         ('vllm serve M --speculative-config \'{"method": "dart"}\'', "4: speculative_config.model is missing"),
         ("vllm serve M --speculative-config '{\"method\": }'", "4: not JSON"),
+        ('vllm serve M --speculative-config "$(crossspec pocket eagle4)"', "4: the demo has no method 'eagle4'"),
         ('vllm serve M --speculative-config "$(cat configs/no.json)"', "4: there is no file configs/no.json"),
         ('curl -d \'{"vllm_xargs": {"crossspec": "of"}}\' localhost', "4: a request may not ask for 'of'"),
         ('pip install ".[cdua]"', "4: the package has no extra 'cdua'"),

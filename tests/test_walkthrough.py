@@ -88,6 +88,8 @@ ELSEWHERE = {
     "crossspec doctor --json report.json": "tests/test_cli.py::test_doctor_tells_every_fault_of_a_broken_environment",
     "make lint": ".ci/run",
     "make test": ".ci/run",
+    "python -m build --outdir dist .": "tests/test_release.py::make",
+    "python -m build --outdir dist pocket": "tests/test_release.py::make",
     "python benchmarks/dart_offline.py --responses work/responses": "tests/test_dart_offline.py::test_the_script",
     "python benchmarks/lookup_offline.py --responses work/responses --share": "tests/test_lookup_offline.py"
     "::test_the_script",
@@ -119,6 +121,7 @@ GPU = "needs a GPU: its sizes are a large model's"
 NETWORK = "fetches from elsewhere"
 HOURS = "interprets the kernels of whole engines, for an hour"
 LARGE = "takes minutes at its sizes; tests/test_bench.py and tests/test_inflate.py run smaller ones"
+PUBLISHES = "makes a version, or publishes it"
 NOWHERE = {
     "CROSSSPEC_*": "needs the clones of the papers' code",
     "crossspec batch * --replicas *": "needs Ray; tests/test_batch.py starts a cluster",
@@ -129,9 +132,14 @@ NOWHERE = {
     "done": "the end of a loop of bash",
     "for *": "the head of a loop of bash",
     "git clone *": NETWORK,
+    "git push *": PUBLISHES,
+    "git tag *": PUBLISHES,
     "make venv": f"{NETWORK}, and is what `make test` does first",
     "pip install --no-deps arctic-inference": NETWORK,
-    "pip install .[[]cuda]": NETWORK,
+    "pip install *.[[]cuda]*": NETWORK,
+    "pip install vllm-crossspec*": NETWORK,
+    "pip install --upgrade vllm-crossspec": NETWORK,
+    "pip uninstall *": "the package that is tested",
     "python benchmarks/batch_cluster.py *": "takes minutes, and Ray; tests/test_batch.py runs a smaller one",
     "python benchmarks/campaign.py *": GPU,
     "python benchmarks/cpu_kernels.py": HOURS,
@@ -145,7 +153,9 @@ NOWHERE = {
     "python benchmarks/switch_cost.py*": GPU,
     "python benchmarks/tree_kernels.py*": GPU,
     "python benchmarks/tree_search.py*": GPU,
+    "twine *": PUBLISHES,
     "vllm bench serve *": "vLLM's own load, on a server of the reader's",
+    "VLLM_PLUGINS= vllm serve *": "without the plugin, which the tests' process has",
     "source *": "is about the reader's shell",
 }
 """Patterns of commands that no test runs, and why. A benchmark's own parser takes their options and values."""

@@ -26,6 +26,8 @@ from packages import installed
 
 ONE_TEST = "walk_by_hand"
 PYTEST = f'{sys.executable} -m pytest -q -p no:cacheprovider -k {ONE_TEST} "${{@/FILE/$TOLD}}"'
+POCKET = f"{sys.executable} -m vllm_crossspec.cli.app"
+"""Its answer is a part of other commands."""
 HANDED_OVER = ("crossspec", "make", "pip", "python", "vllm")
 BASH = "\n".join(
     [
@@ -33,6 +35,7 @@ BASH = "\n".join(
         'exec 3>"$TOLD"',
         r"""tell() { printf '%s\0' "$@" "" >&3; }""",
         *(f'{name}() {{ tell {name} "$@"; }}' for name in HANDED_OVER),
+        f'crossspec() {{ if [ "$1" = pocket ]; then {POCKET} "$@"; else tell crossspec "$@"; fi; }}',
         'curl() { command curl --fail --max-time 60 "${@/localhost:8000/127.0.0.1:$PORT}"; }',
         f"pytest() {{ (cd {ROOT}; {PYTEST}); }}",
         "",

@@ -18,7 +18,6 @@ from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.runner import Prompt, by_category
 from vllm_crossspec.cli.sharded import Work, run_missing
 from vllm_crossspec.pocket_models import find_pocket
-from vllm_crossspec.shards import shard_path
 
 COLLECT = Work("collect", "vllm_crossspec.engine.jobs.collect", "records")
 
@@ -159,6 +158,8 @@ def interleaved(
 
 def make_shards(prompts: Sequence[Prompt], size: int) -> list[dict[str, Any]]:
     """The prompts in groups, each with the number of its first text: a prompt of several turns makes several texts."""
+    from vllm_crossspec.shards import shard_path
+
     described: list[dict[str, Any]] = []
     number = 0
     for prompt in prompts:

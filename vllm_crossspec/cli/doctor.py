@@ -20,7 +20,6 @@ from vllm_crossspec.cli.demo import METHODS, POCKET_FILES, pocket_folders
 from vllm_crossspec.cli.meta import GIB
 from vllm_crossspec.cli.options import write_json
 from vllm_crossspec.pocket_models import INSTALL, find_pocket
-from vllm_crossspec.twins import runs_kernels
 
 PLUGIN, PLUGIN_GROUP = "crossspec", "vllm.general_plugins"
 CPU_LANE = "crossspec-cpu-lane"
@@ -174,6 +173,8 @@ def check_triton(gpus: list[str]) -> list[Check]:
     triton = _import("triton")
     if isinstance(triton, str):
         return [Check("Triton", FAIL, triton, "run `pip install triton`")]
+    from vllm_crossspec.twins import runs_kernels
+
     interpreted = not runs_kernels()
     found = f"{triton.__version__}, backends {', '.join(sorted(backends))}" + ", interpreted" * interpreted
     if gpus and _version(CPU_LANE) is not None:
