@@ -146,24 +146,15 @@ def mend_context_norm() -> None:
 
 
 def mend_recurrence() -> None:
-    """Recurrent layers over draft tokens, of which vLLM's CPU kernels take one alone and keep no state to go back to.
+    """Mamba-2 over draft tokens, of which vLLM's CPU kernels take one alone and keep no state to go back to.
 
     Without it the text of vLLM's own speculation changes as ours does.
     """
-    from vllm.model_executor.layers.mamba import mamba_mixer2, short_conv
+    from vllm.model_executor.layers.mamba import mamba_mixer2
 
     from vllm_crossspec.engine import cpu_recurrence
 
     if hasattr(mamba_mixer2.causal_conv1d_update, "__wrapped__"):
         return
-    convolution = cpu_recurrence.convolution(mamba_mixer2.causal_conv1d_update)
-    mamba_mixer2.causal_conv1d_update = short_conv.causal_conv1d_update = convolution
+    mamba_mixer2.causal_conv1d_update = cpu_recurrence.convolution(mamba_mixer2.causal_conv1d_update)
     mamba_mixer2.selective_state_update = cpu_recurrence.recurrence(mamba_mixer2.selective_state_update)
-    native, general = short_conv.ShortConv.forward_native, short_conv.ShortConv.forward_cuda
-
-    # Its forward pass for CPUs counts a token a request; the other one calls the functions above.
-    @functools.wraps(native)
-    def forward_native(self: Any, hidden_states: Any, output: Any) -> None:
-        (general if self.num_spec else native)(self, hidden_states, output)
-
-    short_conv.ShortConv.forward_native = forward_native

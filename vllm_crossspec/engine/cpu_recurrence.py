@@ -1,8 +1,8 @@
-"""Recurrent layers over draft tokens on a machine without a GPU, in PyTorch.
+"""Mamba-2 over draft tokens on a machine without a GPU, in PyTorch.
 
-vLLM's CPU kernels of Mamba-2 and of short convolutions take one token a request, and keep the state behind it alone.
-Verification brings several, of which some are refused: its Triton kernels keep a state behind each of them, and begin
-the next step behind the one that was accepted last. Here the same is done, in the same places of the cache.
+vLLM's CPU kernels of it take one token a request, and keep the state behind it alone. Verification brings several, of
+which some are refused: vLLM's Triton kernels keep a state behind each of them, and begin the next step behind the one
+that was accepted last. Here the same is done, in the same places of the cache.
 """
 
 import functools
