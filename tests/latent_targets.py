@@ -39,11 +39,11 @@ LATENT = UNTIED | {
         "mscale_all_dim": 0.707,
     },
 }
-RECURRENT = {"expand": 2, "head_dim": 32, "num_heads": 4, "n_groups": 1, "chunk_size": 16}
+MAMBA2 = {"intermediate_size": 128, "head_dim": 32, "num_heads": 4, "n_groups": 1, "chunk_size": 16, "state_size": 16}
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek2": ("DeepseekV2", LATENT | {"q_lora_rank": None, "topk_method": "greedy"}),
     "deepseek3": ("DeepseekV3", LATENT | {"q_lora_rank": 48, "topk_method": "noaux_tc"}),
-    "mamba2": ("Mamba2", target_kinds.SMALL | RECURRENT | {"state_size": 16, "num_hidden_layers": 4}),
+    "mamba2": ("Mamba2", target_kinds.SMALL | MAMBA2 | {"num_hidden_layers": 4}),
     "falcon-h1": (
         "FalconH1",
         target_kinds.SMALL

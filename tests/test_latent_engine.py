@@ -18,6 +18,7 @@ from vllm_crossspec.engine.frontend import build
 
 pytestmark = pytest.mark.e2e
 
+SETTINGS = {"llama4": {"block_size": 32}}  # a chunk is a block, or several
 SUFFIX = target_kinds.LOOKUPS["chain"]
 ROUTED = {
     "method": "whiflash",
@@ -40,12 +41,12 @@ def itself(kind):
 
 
 def run(spec, kind, requests=None, **overrides):
-    return target_kinds.run(spec, latent_targets.folder(kind), requests, **overrides)
+    return target_kinds.run(spec, latent_targets.folder(kind), requests, **SETTINGS.get(kind, {}), **overrides)
 
 
 @functools.cache
-def plain(kind, **overrides):
-    return run(None, kind, **overrides).texts
+def plain(kind):
+    return run(None, kind).texts
 
 
 @functools.cache
@@ -122,9 +123,9 @@ def test_recurrent_requests_with_other_numbers_of_drafts_are_plains():
     texts = [{"prompt_token_ids": prompt} for prompt in target_kinds.REPEATING]
     parameters = [
         SamplingParams(temperature=0.0, max_tokens=40 - 9 * number, ignore_eos=True, extra_args=arguments)
-        for number, arguments in enumerate([None, {"speculative": False}, None, {"speculative": False}])
+        for number, arguments in enumerate([None, {"crossspec": "off"}, None, {"crossspec": "off"}])
     ]
-    spec = SUFFIX | {"by_batch_size": {"1": 5, "3": 2, "4": 0}}
+    spec = SUFFIX | {"tree": {"type": "chain", "by_batch_size": {"1": 5, "3": 2}}}
     with engines.engine(spec, model=latent_targets.folder("falcon-h1")) as llm:
         found = [list(o.outputs[0].token_ids) for o in llm.generate(texts, parameters, use_tqdm=False)]
         assert engines.counts(llm).accepted > 3
@@ -169,11 +170,11 @@ def test_recurrent_gated_delta_chains_diverge_at_near_ties_alone(method, num_lay
         return [o.outputs[0] for o in llm.generate(texts, parameters, use_tqdm=False)]
 
     with engines.engine(None, model=target, dtype="bfloat16") as llm:
-        answers = greedy(llm, logprobs=40)
+        answers = greedy(llm, logprobs=20)
         mine = [list(answer.token_ids) for answer in answers]
         scores = [[{t: entry.logprob for t, entry in step.items()} for step in answer.logprobs] for answer in answers]
     spec = SUFFIX if method == "suffix" else latent_targets.eagle3("qwen3-next")
-    with engines.engine(spec, model=target, dtype="bfloat16", max_logprobs=40) as llm:
+    with engines.engine(spec, model=target, dtype="bfloat16") as llm:
         found = divergences(mine, scores, [list(answer.token_ids) for answer in greedy(llm)])
         assert all(gap <= NEAR for _, _, gap in found), found
         llm.collective_rpc(forget_what_was_accepted)
@@ -201,5 +202,5 @@ def test_alibi_chains_are_plains():
 
 def test_chains_of_attention_within_chunks_are_plains():
     """Prompts and texts are longer than a chunk of the context."""
-    check(SUFFIX, "llama4", block_size=32)
+    check(SUFFIX, "llama4")
     assert latent_targets.KINDS["llama4"][1]["attention_chunk_size"] < max(map(len, target_kinds.REPEATING))
