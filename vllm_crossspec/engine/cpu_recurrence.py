@@ -61,10 +61,10 @@ def recur_over_drafts(
     state: torch.Tensor,
     x: torch.Tensor,
     dt: torch.Tensor,
-    A: torch.Tensor,  # noqa: N803
-    B: torch.Tensor,  # noqa: N803
-    C: torch.Tensor,  # noqa: N803
-    D: torch.Tensor,  # noqa: N803
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
     dt_bias: torch.Tensor,
     state_batch_indices: torch.Tensor,
     out: torch.Tensor,
@@ -145,10 +145,10 @@ def recurrence(original: Any) -> Any:
         state: torch.Tensor,
         x: torch.Tensor,
         dt: torch.Tensor,
-        A: torch.Tensor,  # noqa: N803
-        B: torch.Tensor,  # noqa: N803
-        C: torch.Tensor,  # noqa: N803
-        D: torch.Tensor,  # noqa: N803
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor,
         dt_bias: torch.Tensor,
         num_accepted_tokens: torch.Tensor | None = None,
         **options: Any,

@@ -139,8 +139,8 @@ def unsupported_features(vllm_config: Any) -> list[str]:
             found.append(f"several drafters with data parallelism {why} (give one drafter)")
     if _forgets_drafts(vllm_config):
         found.append(
-            f"speculation over the recurrent layers of {vllm_config.model_config.architecture}, whose states it plans no "
-            "room for drafts in (leave out speculative_config, or use a target with Mamba-2 or gated delta nets)"
+            f"speculation over the recurrent layers of {vllm_config.model_config.architecture}, whose states have no "
+            "room for drafts (leave out speculative_config, or use a target with Mamba-2 or gated delta nets)"
         )
     if settings.is_routed and vllm_config.kv_transfer_config is not None:
         found.append(
