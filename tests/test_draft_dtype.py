@@ -84,7 +84,7 @@ def test_it_is_refused_on_a_gpu(monkeypatch):
                 tensor_parallel_size=1,
                 data_parallel_size=1,
                 enable_batch_sharded_sampling=False,
-            )
+            ),
         )
     )
     assert "a drafter's dtype on a GPU, where it is the target's (leave out dtype)" in found
