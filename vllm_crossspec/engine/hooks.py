@@ -104,9 +104,10 @@ def _hook_init_speculator() -> None:
     @functools.wraps(original)
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
         if device.type == "cpu":
-            from vllm_crossspec.engine.cpu_patches import mend_context_norm
+            from vllm_crossspec.engine.cpu_patches import mend_context_norm, mend_recurrence
 
             mend_context_norm()
+            mend_recurrence()
         settings = settings_of(vllm_config)
         if settings is None:
             return original(vllm_config, device, req_states)

@@ -62,6 +62,7 @@ vllm.engine.arg_utils
   EngineArgs.create_speculative_config(self target_model_config target_parallel_config) - replaced: accepts our
       speculative_config and hands vLLM a native one
   EngineArgs.{additional_config} - set: our settings ride in it
+  EngineArgs.{async_scheduling} - set: steps wait for each other over latent attention
   EngineArgs.{load_format spec_method spec_model spec_tokens speculative_config} - read: our speculative_config
 vllm.exceptions
   VLLMValidationError - raised for such a request, as a subclass: what vLLM's servers answer with 400
@@ -87,6 +88,9 @@ vllm.model_executor.layers.logits_processor
       vocabulary
   LogitsProcessor.{org_vocab_size scale soft_cap} - read: what a drafter's logits are beside products, before a
       FlashHead takes its place
+vllm.model_executor.layers.mamba.mamba_mixer2
+  causal_conv1d_update - replaced on a CPU, whose kernel takes one token a request
+  selective_state_update - replaced on a CPU, whose kernel keeps no state behind drafts
 vllm.model_executor.layers.utils
   dispatch_cpu_unquantized_gemm(layer remove_weight) - replaced while our runner loads on a CPU, or a drafter with a
       dtype of its own; sets cpu_linear, which the layer calls
@@ -102,6 +106,8 @@ vllm.model_executor.model_loader.base_loader
   BaseModelLoader.load_weights(self model model_config) - overridden: tensors at hand are loaded
 vllm.model_executor.model_loader.utils
   get_draft_load_config(vllm_config) - called when a drafter is loaded
+vllm.model_executor.models
+  ModelRegistry - whose class says how large the states of recurrent layers are
 vllm.model_executor.models.interfaces_base
   VllmModelForTextGeneration.compute_logits(self hidden_states) - stood in for on the instance: keeps the step's logits
       for a router
