@@ -111,6 +111,26 @@ def check_target(settings: CrossSpecConfig, model_config: Any) -> None:
         )
 
 
+def check_taps(settings: CrossSpecConfig, model_config: Any) -> None:
+    """Refuse targets that hand out no states of their layers, where a drafter reads some; before weights are loaded.
+
+    Raises:
+        ValueError: one sentence that names the drafter and the fix.
+    """
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    tapping = [name for name, drafter in settings.drafters.items() if drafter.target_layers]
+    if not tapping:
+        return
+    model_class, architecture = ModelRegistry.resolve_model_cls(model_config.architectures, model_config=model_config)
+    if not supports_eagle3(model_class):
+        raise ValueError(
+            f"speculative_config: drafter {tapping[0]} reads states of the target's layers, which vLLM's "
+            f"{architecture} does not hand out; use draft_model, suffix or ngram"
+        )
+
+
 def unsupported_features(vllm_config: Any) -> list[str]:
     """What our proposers do not do, in words that vLLM's own message ends with."""
     from vllm.platforms import current_platform

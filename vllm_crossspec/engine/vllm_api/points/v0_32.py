@@ -107,7 +107,9 @@ vllm.model_executor.model_loader.base_loader
 vllm.model_executor.model_loader.utils
   get_draft_load_config(vllm_config) - called when a drafter is loaded
 vllm.model_executor.models
-  ModelRegistry - whose class says how large the states of recurrent layers are
+  ModelRegistry - whose class says how large the states of recurrent layers are, and whether it hands states out
+vllm.model_executor.models.interfaces
+  supports_eagle3(model) - asked of a target's class before its weights are loaded
 vllm.model_executor.models.interfaces_base
   VllmModelForTextGeneration.compute_logits(self hidden_states) - stood in for on the instance: keeps the step's logits
       for a router
