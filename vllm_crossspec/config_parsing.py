@@ -58,6 +58,8 @@ def is_ours(raw: Mapping[str, Any], native_methods: Collection[str], native_keys
         ValueError: the method is neither vLLM's nor ours, or a key is neither's, or ours for another method.
     """
     method = raw.get("method")
+    if method is not None and not isinstance(method, str):
+        raise ValueError(f"speculative_config.method is {method!r}; give the name of a method")
     own = {*META_METHODS, *drafter_kinds()} - {*native_methods}
     if method in own:
         return True
