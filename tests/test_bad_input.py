@@ -280,8 +280,8 @@ def test_native_methods_stay_untouched():
 
 
 def test_another_vllm_is_refused(monkeypatch):
-    monkeypatch.setattr("vllm.version.__version__", "0.33.1")
-    with pytest.raises(RuntimeError, match="needs vLLM >=0.32,<0.33 and found 0.33.1"):
+    monkeypatch.setattr("vllm.version.__version__", "0.34.1")
+    with pytest.raises(RuntimeError, match="needs vLLM >=0.32,<0.34 and found 0.34.1"):
         compat.require()
 
 
