@@ -92,7 +92,8 @@ def test_methods_of_ours_take_what_vllm_passes(folder, release):
     found = {}
     for use, function in scan(folder).overriding():
         point = points.get((use.module, use.name))
-        if point is not None and point.parameters is not None:
+        # A first pass of our own is captured as SpeculatorCudaGraphManager's, from which it does not descend.
+        if point is not None and point.parameters is not None and point.name != "DFlashCudaGraphManager.capture":
             found[f"{use.where} {use.name}"] = seam.lacks(function, point.parameters.split())
     assert len(found) > 50
     assert {where: names for where, names in found.items() if names} == {}
@@ -314,8 +315,9 @@ def test_nothing_else_of_vllm_reads_it(folder, stand_in):
         return
     listed = {_file(folder, module) for module in stand_in.readers.split()}
     for file in folder.rglob("*.py"):
-        # vLLM's own speculators, and its own parts of the rejection sampler, read what they themselves hold.
-        if file in listed or "spec_decode" in file.parts or "models" in file.parts:
+        # vLLM's own speculators, and its own parts of the rejection sampler, read what they themselves hold; its
+        # benchmarks read what the runner does.
+        if file in listed or {"spec_decode", "models", "benchmarks"} & {*file.relative_to(folder).parts}:
             continue
         text = file.read_text()
         if f"{stand_in.name}." in text or f"{stand_in.name}," in text:

@@ -208,11 +208,24 @@ class Place(NamedTuple):
 
     Attributes:
         parameters: of what can be called, without the object itself where that is given; None of everything else.
-        body: its syntax, without comments and documentation.
+        node: its syntax; None of an attribute that methods set.
     """
 
     parameters: list[inspect.Parameter] | None
-    body: str
+    node: ast.AST | None
+
+    @property
+    def body(self) -> str:
+        """Its source without comments and documentation, for comparison."""
+        if self.node is None:
+            return ""
+        copy = ast.parse(ast.unparse(self.node))
+        for inner in ast.walk(copy):
+            body = getattr(inner, "body", None)
+            first = body[0] if isinstance(body, list) and body else None
+            if isinstance(first, ast.Expr) and isinstance(getattr(first.value, "value", None), str):
+                body[0] = ast.copy_location(ast.Pass(), first)
+        return ast.unparse(copy)
 
 
 class Release:
@@ -267,8 +280,8 @@ class Release:
         for module, node in self._definitions(module_name, first):
             if not rest:
                 yield self._place(module, node)
-            elif isinstance(node, ast.ClassDef) and len(rest) == 1:
-                yield from self._members(Class(self.library, module, node), rest[0])
+            elif (own := self._class(module, node)) is not None and len(rest) == 1:
+                yield from self._members(own, rest[0])
 
     def _definitions(self, module_name: str, name: str) -> Iterator[tuple[Module, ast.AST]]:
         """Where a module defines a name, or those from which it imports it, on one platform or another."""
@@ -292,16 +305,18 @@ class Release:
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             yield self._place(definer.module, function)
         else:
-            yield Place(None, "" if function is None else _body(function))
+            yield Place(None, function)
 
     def _place(self, module: Module, node: ast.AST) -> Place:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             is_bound = any(is_name(decorator, "classmethod") for decorator in node.decorator_list)
             is_value = any((dotted_name(d) or "").endswith("property") for d in node.decorator_list)
-            return Place(None if is_value else _parameters(node.args)[is_bound:], _body(node))
-        if isinstance(node, ast.ClassDef):
-            return Place(self._of_class(Class(self.library, module, node)), _body(node))
-        return Place(None, _body(node))
+            return Place(None if is_value else _parameters(node.args)[is_bound:], node)
+        own = self._class(module, node)
+        return Place(None if own is None else self._of_class(own), node)
+
+    def _class(self, module: Module, node: ast.AST) -> Class | None:
+        return self.library.find_class(f"{module.name}.{node.name}") if isinstance(node, ast.ClassDef) else None
 
     def _of_class(self, own: Class) -> list[inspect.Parameter]:
         """What making an instance takes: its initialiser's parameters, or its fields."""
@@ -372,14 +387,3 @@ def _takes(place: Place, point: TouchPoint) -> bool:
     if point.parameters is None:
         return True
     return place.parameters is not None and point.takes(place.parameters)
-
-
-def _body(node: ast.AST) -> str:
-    """Source without comments and documentation, for comparison."""
-    copy = ast.parse(ast.unparse(node))
-    for inner in ast.walk(copy):
-        body = getattr(inner, "body", None)
-        first = body[0] if isinstance(body, list) and body else None
-        if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
-            body[0] = ast.copy_location(ast.Pass(), first)
-    return ast.unparse(copy)
