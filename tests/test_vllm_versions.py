@@ -22,6 +22,7 @@ from vllm_crossspec.config_parsing import parse
 from vllm_crossspec.engine import hooks
 from vllm_crossspec.engine.features import contemplate
 from vllm_crossspec.engine.proposers.base import HeadSampling
+from vllm_crossspec.engine.scheduler import OptOutScheduler
 from vllm_crossspec.engine.step import Step
 from vllm_crossspec.engine.vllm_api import check, run
 from vllm_crossspec.engine.vllm_api.points import INVENTORIES, RANGE, inventory_of
@@ -210,6 +211,19 @@ def test_a_made_up_round_has_no_more_requests_than_the_ranks_agreed_on(is_dummy,
     sync = None if agreed is None else SimpleNamespace(num_reqs=agreed)
     step = SimpleNamespace(batch=SimpleNamespace(num_reqs=8), options={"dummy_run": is_dummy, "dp_sync_state": sync})
     assert run.num_requests(step) == found
+
+
+@pytest.mark.parametrize("skips", [None, False, True])
+def test_a_round_whose_drafts_nobody_can_use_is_no_measure(skips):
+    output = SimpleNamespace(
+        scheduled_spec_decode_tokens={"a": [1, 2]},
+        num_spec_tokens_to_schedule=2,
+        num_scheduled_tokens={"a": 3},
+        total_num_scheduled_tokens=3,
+        **({} if skips is None else {"skip_drafts": skips}),
+    )
+    found = OptOutScheduler._round_of(None, output)
+    assert (found is None) == bool(skips) and (found is None or found[1:] == (2, 1))
 
 
 # ---- keys

@@ -191,7 +191,6 @@ def _hook_active_requests() -> None:
     from vllm.config.vllm import VllmConfig
 
     from vllm_crossspec.config import settings_of
-    from vllm_crossspec.drafters.base import drafter_kind
 
     original = VllmConfig._set_max_num_scheduled_tokens
 
@@ -205,8 +204,7 @@ def _hook_active_requests() -> None:
         settings = settings_of(self)
         if settings is None or config.max_num_active_seqs == asked:
             return
-        blocks = [d for d in settings.drafters.values() if drafter_kind(d.kind, "").vllm_method == "dflash"]
-        rows = 1 + max(d.num_speculative_tokens or 0 for d in blocks)
+        rows = 1 + max(d.num_speculative_tokens or 0 for d in settings.drafters.values())
         config.max_num_active_seqs = min(asked or config.max_num_seqs, config.max_num_batched_tokens // rows)
 
     VllmConfig._set_max_num_scheduled_tokens = set_max_num_scheduled_tokens

@@ -8,6 +8,8 @@ INVENTORY = v0_32.INVENTORY.changed(
 vllm.config.vllm
   VllmConfig.num_hash_lookahead_tokens - replaced: the token behind a block is in its hash where a drafter's cache
       depends on it
+vllm.v1.core.sched.output
+  SchedulerOutput.{skip_drafts} - read: such a round says nothing of a width's cost
 vllm.v1.sample.ops.topk_topp_sampler
   apply_top_k_top_p_triton(logits k p mask_value has_topp_only_rows) - replaced on a CPU: the kernel cannot be
       interpreted
