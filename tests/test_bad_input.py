@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -288,6 +289,7 @@ def test_another_vllm_is_refused(monkeypatch):
 def test_a_changed_signature_is_refused(monkeypatch):
     import vllm.v1.worker.gpu.spec_decode as package
 
+    import_module("vllm.v1.worker.gpu.model_runner")  # which would take the changed one for good
     monkeypatch.setattr(package, "init_speculator", lambda vllm_config, device: None)
     with pytest.raises(RuntimeError, match=r"init_speculator takes \(vllm_config device\) in this vLLM"):
         compat.require()
