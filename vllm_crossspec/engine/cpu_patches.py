@@ -48,7 +48,7 @@ def _filter_with_torch() -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
 
     @functools.wraps(topk_topp_sampler.apply_top_k_top_p_triton)
-    def apply_top_k_top_p(logits: Any, k: Any, p: Any) -> Any:
+    def apply_top_k_top_p(logits: Any, k: Any, p: Any, **_: Any) -> Any:
         return topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
 
     topk_topp_sampler.apply_top_k_top_p_triton = apply_top_k_top_p

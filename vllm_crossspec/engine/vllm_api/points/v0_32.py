@@ -4,7 +4,7 @@
 no use. How a row is written: :func:`~vllm_crossspec.engine.vllm_api.points.base.parse`.
 """
 
-from vllm_crossspec.engine.vllm_api.points.base import StandIn, parse
+from vllm_crossspec.engine.vllm_api.points.base import Inventory, StandIn, parse
 
 TOUCH_POINTS = parse("""
 vllm._custom_ops
@@ -34,6 +34,7 @@ vllm.config.model
 vllm.config.parallel
   ParallelConfig.{worker_cls} - set: the worker whose runner is ours
 vllm.config.scheduler
+  SchedulerConfig.{max_num_active_seqs} - set: as many requests as a block drafter's pass has rows for
   SchedulerConfig.get_scheduler_cls(self) - replaced: gives a subclass of the scheduler, which plans no drafts for
       requests that opted out
 vllm.config.speculative
@@ -47,6 +48,7 @@ vllm.config.vllm
   VllmConfig._get_v1_model_runner_unsupported_features(self) - replaced: the V1 runner is refused
   VllmConfig._get_v2_model_runner_unsupported_features(self) - replaced: vLLM itself reports what our proposers do not
       support
+  VllmConfig._set_max_num_scheduled_tokens(self) - replaced: as many requests as a block drafter's pass has rows for
   VllmConfig._maybe_disable_dynamic_sd_for_data_parallel(self) - replaced: keeps draft lengths by load for ranks of a
       dense target, which are engines of their own
 vllm.distributed
@@ -581,3 +583,5 @@ STAND_INS = (
     ),
 )
 """Objects of ours that take a place of vLLM's, and all that vLLM's code reads of what stands there."""
+
+INVENTORY = Inventory("0.32.0", TOUCH_POINTS, STAND_INS)
