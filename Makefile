@@ -60,7 +60,7 @@ $(STAMP): Makefile pyproject.toml $(shell find cpu_lane -name '*.py' -o -name '*
 		"install one, or say PYTHON=/path/to/python"; exit 1; }
 	@$(PY) -c "import pip" 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 ifeq ($(GPU),yes)
-	$(PIP) install -e ".[cuda,train,bench,test]"
+	$(PIP) install -e ".[cuda,train,bench,test]" "vllm<0.33"
 else
 	$(PIP) install "$(TORCH)" || $(PIP) install --extra-index-url $(TORCH_CPU_INDEX) "$(TORCH)"
 	$(PIP) install -e ".[cpu,train,bench,test]"

@@ -107,7 +107,7 @@ def _draw_spec(rng: random.Random) -> dict[str, Any]:
         router["drafter"] = rng.choice(names)
     elif router["policy"] == "neural":
         router |= {"model": "pocket/router", "threshold": rng.choice([-0.4, 0.0, 0.4])}
-    router |= _maybe(rng, 0.15, lazy=False) | _maybe(rng, 0.3, max_backlog=rng.choice([1, 4, 32]))
+    router |= _maybe(rng, 0.15, lazy=False) | _maybe(rng, 0.3, max_backlog=rng.choice([65, 100]))
     return {"method": "whiflash", "drafters": drafters, "router": router}
 
 

@@ -3,8 +3,8 @@
 `crossspec batch` does the same, goes on where it was stopped, and tells each row's acceptance, which Ray's do not.
 Without a GPU pass --cpu: `ray.data.llm` asks for one otherwise.
 
-Needs `pip install "ray[data,llm]"`. Run with Ray 2.60 and --cpu on two busy cores (2026-11-27): eight rows, no error, 228
-seconds, of which the replica took most to come up.
+Needs `pip install "ray[data,llm]"`. Run with Ray 2.60 and --cpu on two busy cores (2026-11-27): eight rows, no error,
+228 seconds, of which the replica took most to come up.
 
     python examples/batch_ray_data.py --model vllm_crossspec/pocket/target --drafter vllm_crossspec/pocket/eagle3 --cpu
 """

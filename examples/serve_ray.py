@@ -3,8 +3,9 @@
 python examples/serve_ray.py --replicas 2
 curl localhost:8000/v1/completions -H 'Content-Type: application/json' -d '{"model": "m", "prompt": "Hi"}'
 
-Needs `pip install "ray[serve,llm]"`, and a CPU for Serve's ingress beside two for each replica: on a machine of two cores
-`ray start --head --num-cpus 8` first. Run so with one replica (Ray 2.60, --cpu, 2026-11-27): it answered after four minutes.
+Needs `pip install "ray[serve,llm]"`, and a CPU for Serve's ingress beside two for each replica: on a machine of two
+cores `ray start --head --num-cpus 8` first. Run so with one replica (Ray 2.60, --cpu, 2026-11-27): it answered after
+four minutes.
 """
 
 import argparse

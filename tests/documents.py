@@ -26,7 +26,7 @@ DOCUMENTS = [
     *(ROOT / name / "README.md" for name in ("benchmarks", "configs", "tests")),
 ]
 LANGUAGES = {"bash", "json", "python", "text", "toml"}
-FOLDERS = ("benchmarks", "configs", "cpu_lane", "dashboards", "docs", "tests", "vllm_crossspec")
+FOLDERS = ("benchmarks", "configs", "cpu_lane", "dashboards", "docs", "tests", "tools", "vllm_crossspec")
 
 FENCE = re.compile(r"\s*```(\S*)\s*$")
 SPAN = re.compile(r"`([^`\n]+)`")

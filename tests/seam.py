@@ -6,10 +6,15 @@ says (:data:`RECEIVERS`).
 """
 
 import ast
+import sys
 from collections.abc import Iterable, Iterator
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+
+from vllm_source import Class, Library, Module, bound_names, definer_of, dotted_name, is_name
 
 PUBLIC = {
     # What vLLM documents for users and for authors of plugins, and keeps from one minor version to the next.
@@ -74,7 +79,6 @@ ANCESTORS = {
 UNNAMED = {
     # What is relied on without being named: (file of ours, module of vLLM, name).
     ("vllm_crossspec/engine/heads.py", "vllm.model_executor.layers.logits_processor", "LogitsProcessor.forward"),
-    ("vllm_crossspec/engine/features/contemplate.py", f"{_GPU}.structured_outputs", "_build_grammar_mapping"),
     (
         "vllm_crossspec/engine/proposers/dart.py",
         f"{_GPU}.spec_decode.dflash.speculator",
@@ -112,202 +116,20 @@ class Use(NamedTuple):
         return f"{self.where}: {self.how} {'.'.join(filter(None, (self.module, self.name)))}"
 
 
-class Module:
-    """One file's syntax, and what its names mean."""
-
-    def __init__(self, name: str, file: Path):
-        self.name, self.file, self.is_package = name, file, file.name == "__init__.py"
-        self.tree = ast.parse(file.read_text())
-
-    @cached_property
-    def imports(self) -> dict[str, str]:
-        """Dotted meaning of every imported name, wherever in the file it is imported."""
-        found = {}
-        for node in ast.walk(self.tree):
-            if isinstance(node, ast.Import):
-                for alias in node.names:
-                    found[alias.asname or alias.name.split(".")[0]] = (
-                        alias.name if alias.asname else alias.name.split(".")[0]
-                    )
-            elif isinstance(node, ast.ImportFrom):
-                for alias in node.names:
-                    found[alias.asname or alias.name] = f"{self.source_of(node)}.{alias.name}"
-        return found
-
-    def source_of(self, node: ast.ImportFrom) -> str:
-        """The absolute module of a ``from ... import``."""
-        if not node.level:
-            return node.module or ""
-        parts = self.name.split(".")
-        parts = parts[: len(parts) - node.level + self.is_package]
-        return ".".join([*parts, *([node.module] if node.module else [])])
-
-    @cached_property
-    def classes(self) -> dict[str, ast.ClassDef]:
-        """All classes, those inside functions too."""
-        return {node.name: node for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)}
-
-    @cached_property
-    def own_names(self) -> set[str]:
-        """Functions, classes and values of the module itself."""
-        return {name for node in self.tree.body for name in bound_names(node)}
-
-
-class Class:
-    """One class, of vLLM or of ours."""
-
-    def __init__(self, library: "Library", module: Module, node: ast.ClassDef):
-        self.library, self.module, self.node, self.name = library, module, node, node.name
-
-    @property
-    def is_vllms(self) -> bool:
-        """Whether vLLM defines it."""
-        return self.module.name.split(".")[0] == "vllm"
-
-    @cached_property
-    def methods(self) -> set[str]:
-        """Functions of the class, properties included."""
-        kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-        return {node.name for node in ast.walk(self.node) if isinstance(node, kinds) and node in self.node.body}
-
-    @property
-    def class_names(self) -> set[str]:
-        """What the class itself has, without its instances."""
-        return {name for node in self.node.body for name in bound_names(node)}
-
-    @cached_property
-    def fields(self) -> set[str]:
-        """Values of the class, and what its methods set on ``self``."""
-        found = self.class_names - self.methods
-        for node in ast.walk(self.node):
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_name(node.value, "self"):
-                found.add(node.attr)
-        return found - self.methods
-
-    @cached_property
-    def members(self) -> set[str]:
-        """All of its own names."""
-        return self.methods | self.fields
-
-    @cached_property
-    def line(self) -> list["Class"]:
-        """The class and its ancestors in Python's order, as far as their source is here."""
-        bases = [found for base in self.node.bases if (found := self.library.class_of(self.module, base)) is not None]
-        lines = [list(base.line) for base in bases] + [bases]
-        merged: list[Class] = [self]
-        while lines := [line for line in lines if line]:
-            heads = (line[0] for line in lines if not any(line[0] in other[1:] for other in lines))
-            head = next(heads, lines[0][0])
-            merged.append(head)
-            lines = [[c for c in line if c is not head] for line in lines]
-        return merged
-
-    def definer(self, name: str) -> "Class | None":
-        """The class in line that defines the name."""
-        return definer_of(self.line, name)
-
-
-def definer_of(line: list[Class], name: str) -> Class | None:
-    """The first of some ancestors that has the name; of vLLM's that set the same attribute, the last."""
-    first = next((c for c in line if name in c.members), None)
-    if first is None or not first.is_vllms or name in first.methods:
-        return first
-    return [c for c in line if c.is_vllms and name in c.members][-1]
-
-
-class Library:
-    """Source files by dotted name.
-
-    Args:
-        roots: folder of each top-level package.
-    """
-
-    def __init__(self, roots: dict[str, Path]):
-        self.roots = roots
-        self.find_class = cache(self._find_class)
-        self.module = cache(self._module)
-
-    def _module(self, name: str) -> Module | None:
-        first, *rest = name.split(".")
-        if first not in self.roots:
-            return None
-        path = self.roots[first].joinpath(*rest)
-        for file in (path / "__init__.py", path.with_suffix(".py")):
-            if file.is_file():
-                return Module(name, file)
-        return None
-
-    def split(self, dotted: str) -> tuple[str, str]:
-        """The longest part that is a module, and the rest."""
-        parts = dotted.split(".")
-        for end in range(len(parts), 0, -1):
-            if self.module(".".join(parts[:end])) is not None:
-                return ".".join(parts[:end]), ".".join(parts[end:])
-        return "", dotted
-
-    def is_public(self, module: str, name: str) -> bool:
-        """Whether a name is part of vLLM's public surface, wherever it is imported from."""
-        if _is_private(name):
-            return False
-        config = self.module("vllm.config") if module.startswith("vllm.config.") else None
-        return module in PUBLIC or (config is not None and name in config.imports)
-
-    def _find_class(self, dotted: str) -> Class | None:
-        """A class by the name under which it can be imported."""
-        name, member = self.split(dotted)
-        module = self.module(name) if name else None
-        if module is None or not member or "." in member:
-            return None
-        if member in module.classes:
-            return Class(self, module, module.classes[member])
-        target = module.imports.get(member)
-        return self.find_class(target) if target is not None and target != dotted else None
-
-    def class_of(self, module: Module, base: ast.expr) -> Class | None:
-        """The class that an expression among the bases, or an annotation, names."""
-        if isinstance(base, ast.Subscript):
-            base = base.value
-        if isinstance(base, ast.BinOp):  # X | None
-            base = base.left
-        dotted = _dotted(base)
-        if dotted is None:
-            return None
-        first, _, rest = dotted.partition(".")
-        if first in module.classes and not rest:
-            return self.find_class(f"{module.name}.{first}")
-        meaning = module.imports.get(first)
-        return None if meaning is None else self.find_class(".".join(filter(None, (meaning, rest))))
-
-
-def _is_name(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
-
-
 def _is_super(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and _is_name(node.func, "super")
-
-
-def _dotted(node: ast.AST) -> str | None:
-    if isinstance(node, ast.Name):
-        return node.id
-    if isinstance(node, ast.Attribute) and (value := _dotted(node.value)) is not None:
-        return f"{value}.{node.attr}"
-    return None
+    return isinstance(node, ast.Call) and is_name(node.func, "super")
 
 
 def _last(node: ast.AST) -> str:
     return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
 
 
-def bound_names(node: ast.AST) -> Iterator[str]:
-    """What a statement of a module's or a class's body defines."""
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-        yield node.name
-    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        yield node.target.id
-    elif isinstance(node, ast.Assign):
-        for target in node.targets:
-            yield from (leaf.id for leaf in ast.walk(target) if isinstance(leaf, ast.Name))
+def is_public(library: Library, module: str, name: str) -> bool:
+    """Whether a name is part of vLLM's public surface, wherever it is imported from."""
+    if _is_private(name):
+        return False
+    config = library.module("vllm.config") if module.startswith("vllm.config.") else None
+    return module in PUBLIC or (config is not None and name in config.imports)
 
 
 def _is_private(name: str) -> bool:
@@ -372,6 +194,20 @@ class Scan:
             definer = definer_of(line[line.index(own) + 1 :], name)
             if definer is not None and definer.is_vllms:
                 yield definer
+
+    def overriding(self) -> Iterator[tuple[Use, ast.FunctionDef]]:
+        """Methods of ours before a method of vLLM's of the same name, each as the use that it is."""
+        for own, lines in self.lines.items():
+            file = own.module.file
+            for node in own.node.body:
+                if not isinstance(node, ast.FunctionDef) or (node.name.startswith("__") and node.name != "__call__"):
+                    continue
+                for line in lines:
+                    later = line[line.index(own) + 1 :]
+                    definer = next((c for c in later if c.is_vllms and node.name in c.methods), None)
+                    if definer is not None:
+                        use = Use(f"{file.name}:{node.lineno}", definer.module.name, f"{definer.name}.{node.name}", "")
+                        yield use, node
 
     @cached_property
     def uses(self) -> list[Use]:
@@ -445,10 +281,10 @@ class _Reader(ast.NodeVisitor):
 
     def _imported(self, value: ast.expr) -> str | None:
         """What an assigned expression stands for, if it begins with an imported name or asks for a loaded module."""
-        if isinstance(value, ast.Call) and _dotted(value.func) in ("sys.modules.get", "importlib.import_module"):
+        if isinstance(value, ast.Call) and dotted_name(value.func) in ("sys.modules.get", "importlib.import_module"):
             first = value.args[0]
             return first.value if isinstance(first, ast.Constant) and isinstance(first.value, str) else None
-        dotted = _dotted(value)
+        dotted = dotted_name(value)
         first, _, rest = (dotted or "").partition(".")
         meaning = self.meaning(first)
         if meaning is None or meaning.endswith(":instance"):
@@ -462,14 +298,17 @@ class _Reader(ast.NodeVisitor):
         if source.split(".")[0] != "vllm":
             return
         for alias in node.names:
-            if not self.library.is_public(source, alias.name) and self.library.module(f"{source}.{alias.name}") is None:
+            if (
+                not is_public(self.library, source, alias.name)
+                and self.library.module(f"{source}.{alias.name}") is None
+            ):
                 self.add(node, source, alias.name, "imports")
 
     def visit_Call(self, node: ast.Call) -> None:
-        if _dotted(node.func) in ("getattr", "setattr", "hasattr") and len(node.args) > 1:
+        if dotted_name(node.func) in ("getattr", "setattr", "hasattr") and len(node.args) > 1:
             name = node.args[1]
             if isinstance(name, ast.Constant) and isinstance(name.value, str):
-                stores = _dotted(node.func) == "setattr"
+                stores = dotted_name(node.func) == "setattr"
                 self.attribute(node, node.args[0], name.value, stores)
         if isinstance(node.func, ast.Attribute) and node.func.attr == "__init__" and _is_super(node.func.value):
             only_hands_on = all(isinstance(x, ast.Starred) for x in node.args) and not any(k.arg for k in node.keywords)
@@ -489,10 +328,10 @@ class _Reader(ast.NodeVisitor):
         if name.startswith("__"):
             return
         own = self.owners[-1] if self.owners else None
-        if own is not None and (_is_super(value) or _dotted(value) in ("self", "cls")):
+        if own is not None and (_is_super(value) or dotted_name(value) in ("self", "cls")):
             self.of_self(node, own, name, is_super=_is_super(value))
             return
-        dotted = _dotted(value)
+        dotted = dotted_name(value)
         first, _, rest = (dotted or "").partition(".")
         meaning = self.meaning(first)
         if meaning is not None and not meaning.endswith(":instance"):
@@ -543,11 +382,18 @@ class _Reader(ast.NodeVisitor):
         owner = self.library.find_class(f"{module}.{first}") if rest else None
         if not member or len(rest) > 1 or (rest and owner is None):  # what lies deeper is reported with its owner
             return
-        if self.library.is_public(module, first) and not stores and not _is_private(last):
+        if is_public(self.library, module, first) and not stores and not _is_private(last):
             return
         if last.startswith(OWN_PREFIX):  # added to vLLM's class, which itself is what is used
             member = member.rpartition(".")[0]
         self.add(node, module, member, "replaces" if stores else "uses")
+
+
+def lacks(function: ast.FunctionDef, names: list[str]) -> list[str]:
+    """Which of these parameters a function cannot be given by name, nor has in their place under another name."""
+    own = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+    known = {*own, *(argument.arg for argument in function.args.kwonlyargs)}
+    return [] if function.args.kwarg is not None else [name for name in names[len(own) :] if name not in known]
 
 
 class Covered(NamedTuple):
@@ -590,6 +436,6 @@ def _place(node: ast.ClassDef, name: str) -> ast.AST:
         if isinstance(inner, ast.FunctionDef) and inner.name == name and inner in node.body:
             return inner
         is_set = isinstance(inner, ast.Attribute) and inner.attr == name and isinstance(inner.ctx, ast.Store)
-        if is_set and _is_name(inner.value, "self"):
+        if is_set and is_name(inner.value, "self"):
             return inner
     return next((inner for inner in node.body if name in bound_names(inner)), node)

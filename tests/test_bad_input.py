@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -280,14 +281,15 @@ def test_native_methods_stay_untouched():
 
 
 def test_another_vllm_is_refused(monkeypatch):
-    monkeypatch.setattr("vllm.version.__version__", "0.33.1")
-    with pytest.raises(RuntimeError, match="needs vLLM >=0.32,<0.33 and found 0.33.1"):
+    monkeypatch.setattr("vllm.version.__version__", "0.34.1")
+    with pytest.raises(RuntimeError, match="needs vLLM >=0.32,<0.34 and found 0.34.1"):
         compat.require()
 
 
 def test_a_changed_signature_is_refused(monkeypatch):
     import vllm.v1.worker.gpu.spec_decode as package
 
+    import_module("vllm.v1.worker.gpu.model_runner")  # which would take the changed one for good
     monkeypatch.setattr(package, "init_speculator", lambda vllm_config, device: None)
     with pytest.raises(RuntimeError, match=r"init_speculator takes \(vllm_config device\) in this vLLM"):
         compat.require()

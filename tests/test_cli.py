@@ -354,7 +354,7 @@ def test_doctor_tells_every_fault_of_a_broken_environment(tmp_path):
     assert done.returncode == 1, done.stderr
     document = json.loads(report.read_text())
     fixes = {check["name"]: check["fix"] for check in document["checks"] if check["status"] == doctor.FAIL}
-    assert fixes["vLLM"].startswith("vllm_crossspec needs vLLM >=0.32,<0.33 and found 0.31.2")
+    assert fixes["vLLM"].startswith("vllm_crossspec needs vLLM >=0.32,<0.34 and found 0.31.2")
     assert fixes["torchvision"].startswith("run `pip uninstall torchvision`")
     assert fixes["plugin"] == "add crossspec to VLLM_PLUGINS, or unset it"
     assert fixes["model runner"].startswith("unset VLLM_USE_V2_MODEL_RUNNER")

@@ -398,6 +398,11 @@ def test_unknown_method_names_the_nearest():
         is_ours({"method": "eagel3", "model": "m"}, NATIVE_METHODS, NATIVE_KEYS)
 
 
+def test_method_that_is_no_name():
+    with pytest.raises(ValueError, match=r"speculative_config.method is \['eagle3'\]; give the name of a method"):
+        is_ours({"method": ["eagle3"], "model": "m"}, NATIVE_METHODS, NATIVE_KEYS)
+
+
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.json")), ids=lambda file: file.stem)
 def test_shipped_configurations_parse(file):
     raw = json.loads(file.read_text())

@@ -75,6 +75,7 @@ def test_it_is_refused_on_a_gpu(monkeypatch):
     monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
     found = refuse.unsupported_features(
         mock.MagicMock(
+            model_config=mock.MagicMock(is_hybrid=False, is_attention_free=False),
             parallel_config=SimpleNamespace(
                 pipeline_parallel_size=1,
                 decode_context_parallel_size=1,
@@ -83,7 +84,7 @@ def test_it_is_refused_on_a_gpu(monkeypatch):
                 tensor_parallel_size=1,
                 data_parallel_size=1,
                 enable_batch_sharded_sampling=False,
-            )
+            ),
         )
     )
     assert "a drafter's dtype on a GPU, where it is the target's (leave out dtype)" in found

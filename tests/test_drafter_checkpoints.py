@@ -282,7 +282,24 @@ def test_missing_shard(eagle3):
         check("eagle3", eagle3)
 
 
-def test_config_that_is_not_json(eagle3):
-    (eagle3 / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="is not valid JSON"):
+@pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"fc.weight": "../other"}}'])
+def test_index_that_names_no_files_beside_it(eagle3, index):
+    (eagle3 / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(ValueError, match="holds no JSON object|names no weight files beside it"):
+        check("eagle3", eagle3)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"{", "is not valid JSON"),
+        (b"\xff\xfe", "is not valid JSON"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b'"eagle3"', "holds no JSON object"),
+    ],
+    ids=["cut", "bytes", "deep", "word"],
+)
+def test_config_that_is_not_json(eagle3, content, sentence):
+    (eagle3 / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=sentence):
         check("eagle3", eagle3)

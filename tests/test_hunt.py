@@ -6,6 +6,7 @@ import sys
 from argparse import Namespace
 from collections import Counter
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import sabotage
@@ -77,12 +78,17 @@ def test_hunted_case_shrinks_to_what_matters():
 
 
 class Answers:
-    """Plain decoding in this process."""
+    """Plain decoding in this process; of requests that it has seen it knows the answers."""
+
+    known: ClassVar = {}
 
     def texts(self, requests):
-        base.unregister()
-        with hunt_cases.engine(None) as llm:
-            return hunt_cases.answers(llm, requests, is_plain=True)
+        key = json.dumps(requests)
+        if key not in self.known:
+            base.unregister()
+            with hunt_cases.engine(None) as llm:
+                self.known[key] = hunt_cases.answers(llm, requests, is_plain=True)
+        return self.known[key]
 
 
 @pytest.mark.e2e

@@ -31,6 +31,7 @@ ROOMS = [
     "engine.attention",
     "engine.heads",
     "engine.cpu_products",
+    "engine.cpu_recurrence",
     "engine.noise",
     "engine.weights",
     "engine.graphs",

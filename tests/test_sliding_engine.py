@@ -120,6 +120,14 @@ def test_text_over_sliding_layers_is_plains(kind, method):
     assert groups > 1 or kind == "mistral"
 
 
+def test_a_target_that_hands_out_no_states_is_refused(tmp_path):
+    """Before any weight is read, of which there are none here."""
+    shutil.copy(folder("gemma2") / "config.json", tmp_path)
+    sentence = "drafter eagle3 reads states of the target's layers, which vLLM's Gemma2ForCausalLM does not hand out"
+    with pytest.raises(ValueError, match=sentence):
+        run({"method": "eagle3", "model": str(eagle3(folder("gemma2"))), "tree": TREE}, tmp_path)
+
+
 def test_seeded_text_over_sliding_layers_is_plains():
     sampling = {"temperature": 0.8, "top_p": 0.95, "seed": 7}
     assert run(spec("granite", "noisy"), folder("granite"), **sampling)[0] == plain("granite", **sampling)

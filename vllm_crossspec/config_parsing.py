@@ -41,7 +41,10 @@ _PARTS: dict[str, type[Settings]] = {
     "lookup": LookupConfig,
     "router": RouterConfig,
 }
-_REJECTION_KEYS = {"rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length"}
+_REJECTION_KEYS = {
+    "rejection_sample_method", "synthetic_acceptance_rates", "synthetic_acceptance_length",
+    "fly_window_size", "fly_entropy_threshold", "fly_entropy_top_k",
+}  # fmt: skip
 
 M = TypeVar("M", bound=Settings)
 
@@ -58,6 +61,8 @@ def is_ours(raw: Mapping[str, Any], native_methods: Collection[str], native_keys
         ValueError: the method is neither vLLM's nor ours, or a key is neither's, or ours for another method.
     """
     method = raw.get("method")
+    if method is not None and not isinstance(method, str):
+        raise ValueError(f"speculative_config.method is {method!r}; give the name of a method")
     own = {*META_METHODS, *drafter_kinds()} - {*native_methods}
     if method in own:
         return True
@@ -200,6 +205,11 @@ def _check_verification(config: CrossSpecConfig, drafter: DrafterConfig, kind: D
         )
     if tree.by_batch_size == "auto" and config.verification != "match":
         raise ValueError(f"{key}.by_batch_size 'auto' needs verification 'match'; give the draft tokens yourself")
+    if "draft_lm_head_quantization" in drafter.native:
+        raise ValueError(
+            f"{path}draft_lm_head_quantization would change nothing: the drafters of vllm_crossspec take "
+            "the target's output layer as it is; leave it out, or use a head of clusters (head)"
+        )
     for native in sorted(_REJECTION_KEYS & drafter.native.keys()):
         if config.verification != "rejection":
             raise ValueError(

@@ -25,6 +25,26 @@ def write_json(path: Path, content: Any, indent: int = 2) -> None:
         partial.write_text(json.dumps(content, indent=indent) + "\n")
 
 
+def read_json(file: Path, where: str) -> dict[str, Any]:
+    """A JSON object; ``where`` begins the sentence of the ValueError that a damaged one raises."""
+    try:
+        content = json.loads(file.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{where} {file} is not valid JSON ({error}); copy it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} {file} holds no JSON object; copy it again")
+    return content
+
+
+def indexed_files(index: Path, where: str) -> set[str]:
+    """Names of the files that the index of a checkpoint in parts names, which lie beside it; ``where`` as above."""
+    parts = read_json(index, where).get("weight_map")
+    names = set(map(str, parts.values())) if isinstance(parts, dict) else set()
+    if not names or any(Path(name).name != name for name in names):
+        raise ValueError(f"{where} {index} names no weight files beside it; copy the checkpoint again")
+    return names
+
+
 @contextlib.contextmanager
 def open_tensors(path: Path, where: str) -> Iterator[Any]:
     """A file of safetensors; ``where`` begins the sentence of the ValueError that a damaged one raises."""
@@ -52,7 +72,7 @@ def read_versioned(
     """
     try:
         content = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as problem:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as problem:
         raise ValueError(f"{where}: {path} is not valid JSON ({problem}); {remedy} again") from None
     found = content.get("format_version") if isinstance(content, dict) else None
     if found != version:

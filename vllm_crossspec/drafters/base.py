@@ -24,6 +24,8 @@ class DrafterKind(NamedTuple):
         tree_proposer: of the one that drafts trees; empty where none does.
         reads_target_slots: its first pass reads the target's slot mappings, which a later drafter may overwrite;
             such drafters run first.
+        reads_next_token: its cache's entry of a token depends on the token behind it, too, so that the last entry of a
+            prefix that was found in the cache may be of another text.
         tree: the builder of trees (``tree.base``) that this drafter's candidates are for.
         supplies: what it can yield beside first choices (``tree.base``); other builders that need no more suit it, too.
         drafts_trees: whether its drafts are trees where the user says nothing of their shape.
@@ -63,6 +65,7 @@ class DrafterKind(NamedTuple):
     proposer: str
     tree_proposer: str = ""
     reads_target_slots: bool = False
+    reads_next_token: bool = False
     tree: str = "chain"
     supplies: Supply = "tokens"
     drafts_trees: bool = False

@@ -1,6 +1,5 @@
 """Reading a drafter's folder: its config.json, and whether its weight files are whole. No tensor is loaded."""
 
-import json
 import os
 import zipfile
 from importlib import import_module
@@ -10,7 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from vllm_crossspec.drafters.base import DrafterKind, drafter_kind, drafter_kinds
-from vllm_crossspec.files import open_tensors
+from vllm_crossspec.files import indexed_files, open_tensors, read_json
 from vllm_crossspec.types import DEFAULT_DRAFT_TOKENS, DrafterFacts, TargetFacts
 
 
@@ -44,7 +43,7 @@ def check_drafter(
 
 def kind_of(folder: Path) -> DrafterKind | None:
     """The kind of drafter that a folder's config.json names; None for a language model of its own."""
-    config = json.loads((folder / "config.json").read_text())
+    config = read_json(folder / "config.json", "MODEL:")
     named = " ".join([*(config.get("architectures") or []), str(config.get("speculators_model_type", ""))]).lower()
     kinds = (drafter_kind(name, "MODEL") for name in drafter_kinds())
     return next((kind for kind in kinds if any(mark in named for mark in kind.marks)), None)
@@ -60,12 +59,9 @@ def read_config(model: str, key: str, revision: str | None = None) -> dict[str, 
         file = folder / "config.json"
         if not file.is_file():
             raise ValueError(f"{key}: {model} has no config.json; it is not a checkpoint folder")
-        try:
-            config: dict[str, Any] = json.loads(file.read_text())
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{key}: {file} is not valid JSON ({error})") from None
-        return config
+        return read_json(file, f"{key}:")
     try:
+        config: dict[str, Any]
         config, _ = PretrainedConfig.get_config_dict(model, revision=revision)
     except OSError:
         offline = os.environ.get("HF_HUB_OFFLINE") == "1"
@@ -78,7 +74,7 @@ def check_weight_files(folder: Path, key: str) -> None:
     """See that every weight file of ``folder`` is there and whole, by its header alone."""
     files = sorted(folder.glob("*.safetensors"))
     for index in folder.glob("*.safetensors.index.json"):
-        named = {folder / name for name in json.loads(index.read_text())["weight_map"].values()}
+        named = {folder / name for name in indexed_files(index, f"{key}:")}
         missing = sorted(named - set(files))
         if missing:
             raise ValueError(f"{key}: {missing[0]} is named by {index.name} but not there; copy the checkpoint again")

@@ -5,9 +5,10 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+from vllm_crossspec.files import indexed_files
+
 _VOLATILE_KEYS = ("_name_or_path", "transformers_version")
 """Of a config.json: they change when a checkpoint is copied or saved again, and the model does not."""
-
 
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".gguf")
 
@@ -95,7 +96,7 @@ def _weights_hash(folder: Path) -> str | None:
         return None
     indices = sorted(folder.glob("*.safetensors.index.json"))
     if indices:
-        named = {name for index in indices for name in json.loads(index.read_text())["weight_map"].values()}
+        named = {name for index in indices for name in indexed_files(index, "the checkpoint")}
         files = [folder / name for name in named]
     else:
         files = next((found for suffix in _WEIGHT_SUFFIXES if (found := sorted(folder.glob(f"*{suffix}")))), [])

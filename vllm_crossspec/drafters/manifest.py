@@ -1,6 +1,5 @@
 """What a loaded drafter's checkpoint said, so that another can be compared with it before it takes its place."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -8,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_crossspec.drafters.checkpoint import check_weight_files, read_config
-from vllm_crossspec.files import open_tensors
+from vllm_crossspec.files import indexed_files, open_tensors
 
 _VOLATILE_KEYS = ("_name_or_path", "name_or_path", "transformers_version")
 """Of a config.json: where models lie, and what saved them."""
@@ -106,7 +105,7 @@ def read_tensors(folder: Path, key: str) -> dict[str, torch.Tensor]:
     check_weight_files(folder, key)
     names = {file.name for file in folder.glob("*.safetensors")}
     for index in sorted(folder.glob("*.safetensors.index.json")):
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        names = indexed_files(index, f"{key}:")
     tensors: dict[str, torch.Tensor] = {}
     for file in sorted(folder / name for name in names):
         with open_tensors(file, f"{key}: {file}") as opened:

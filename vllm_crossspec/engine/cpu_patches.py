@@ -48,7 +48,7 @@ def _filter_with_torch() -> None:
     from vllm.v1.sample.ops import topk_topp_sampler
 
     @functools.wraps(topk_topp_sampler.apply_top_k_top_p_triton)
-    def apply_top_k_top_p(logits: Any, k: Any, p: Any) -> Any:
+    def apply_top_k_top_p(logits: Any, k: Any, p: Any, **_: Any) -> Any:
         return topk_topp_sampler.apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
 
     topk_topp_sampler.apply_top_k_top_p_triton = apply_top_k_top_p
@@ -143,3 +143,18 @@ def mend_context_norm() -> None:
         return normed
 
     DFlashQwen3Model._normalize_context_k = normalize_by_layer
+
+
+def mend_recurrence() -> None:
+    """Mamba-2 over draft tokens, of which vLLM's CPU kernels take one alone and keep no state to go back to.
+
+    Without it the text of vLLM's own speculation changes as ours does.
+    """
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+
+    from vllm_crossspec.engine import cpu_recurrence
+
+    if hasattr(mamba_mixer2.causal_conv1d_update, "__wrapped__"):
+        return
+    mamba_mixer2.causal_conv1d_update = cpu_recurrence.convolution(mamba_mixer2.causal_conv1d_update)
+    mamba_mixer2.selective_state_update = cpu_recurrence.recurrence(mamba_mixer2.selective_state_update)

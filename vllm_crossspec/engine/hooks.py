@@ -32,6 +32,8 @@ def install() -> None:
     _hook_init_speculator()
     _hook_unsupported_features()
     _hook_draft_lengths()
+    _hook_prefix_hashes()
+    _hook_active_requests()
     _hook_request_validation()
     _hook_engine_core()
     _hook_scheduler()
@@ -104,9 +106,10 @@ def _hook_init_speculator() -> None:
     @functools.wraps(original)
     def init_speculator(vllm_config: Any, device: Any, req_states: Any) -> Any:
         if device.type == "cpu":
-            from vllm_crossspec.engine.cpu_patches import mend_context_norm
+            from vllm_crossspec.engine.cpu_patches import mend_context_norm, mend_recurrence
 
             mend_context_norm()
+            mend_recurrence()
         settings = settings_of(vllm_config)
         if settings is None:
             return original(vllm_config, device, req_states)
@@ -159,6 +162,53 @@ def _hook_draft_lengths() -> None:
             original(self)
 
     VllmConfig._maybe_disable_dynamic_sd_for_data_parallel = disable_unless_independent
+
+
+def _hook_prefix_hashes() -> None:
+    from vllm.config.vllm import VllmConfig
+
+    from vllm_crossspec.config import settings_of
+    from vllm_crossspec.drafters.base import drafter_kind
+
+    original = getattr(VllmConfig, "num_hash_lookahead_tokens", None)
+    if original is None:  # vLLM 0.32 never reuses the last block of a prefix, whatever drafts
+        return
+
+    # It goes by the method that carries the engine, which may be a block drafter's, whose entries know their own token
+    # alone. With the token behind a block in its hash nobody finds what another text left at a block's end.
+    def num_hash_lookahead_tokens(self: Any) -> int:
+        tokens: int = original.fget(self)
+        settings = settings_of(self)
+        if tokens or settings is None or not self.cache_config.enable_prefix_caching:
+            return tokens
+        if self.kv_transfer_config is not None or self.speculative_config.disable_lookahead_block_hashes:
+            return tokens
+        return int(any(drafter_kind(d.kind, "").reads_next_token for d in settings.drafters.values()))
+
+    VllmConfig.num_hash_lookahead_tokens = property(num_hash_lookahead_tokens)
+
+
+def _hook_active_requests() -> None:
+    from vllm.config.vllm import VllmConfig
+
+    from vllm_crossspec.config import settings_of
+
+    original = VllmConfig._set_max_num_scheduled_tokens
+
+    # From vLLM 0.33 on it lets no more requests run than a block drafter's pass has rows for, and counts a row for
+    # each token that the engine verifies; of a tree the drafter's pass has a row a level.
+    @functools.wraps(original)
+    def set_max_num_scheduled_tokens(self: Any) -> None:
+        config = self.scheduler_config
+        asked = config.max_num_active_seqs
+        original(self)
+        settings = settings_of(self)
+        if settings is None or config.max_num_active_seqs == asked:
+            return
+        rows = 1 + max(d.num_speculative_tokens or 0 for d in settings.drafters.values())
+        config.max_num_active_seqs = min(asked or config.max_num_seqs, config.max_num_batched_tokens // rows)
+
+    VllmConfig._set_max_num_scheduled_tokens = set_max_num_scheduled_tokens
 
 
 def _hook_request_validation() -> None:

@@ -10,6 +10,7 @@ from vllm_crossspec.config import settings_of
 from vllm_crossspec.engine.cpu_products import lane_products
 from vllm_crossspec.engine.draft_state import DraftState
 from vllm_crossspec.engine.features.registry import make_features
+from vllm_crossspec.engine.frontend.refuse import check_taps
 from vllm_crossspec.engine.requests import draft_mode
 from vllm_crossspec.engine.startup import step_costs
 from vllm_crossspec.engine.step import Step
@@ -67,6 +68,7 @@ class MatchRunner(Native):
 
     def load_model(self, *arguments: Any, **options: Any) -> None:
         """Load, then put the verifier in the rejection sampler's place."""
+        check_taps(self.settings, self.model_config)
         with lane_products(self.device):
             super().load_model(*arguments, **options)
         # FlashInfer draws from a generator of its own: right in distribution, but no drafter can foresee it.

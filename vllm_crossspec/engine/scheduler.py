@@ -55,7 +55,12 @@ class OptOutScheduler(Native):
         return output
 
     def _round_of(self, scheduler_output: Any) -> tuple[float, int, int] | None:
-        """Now, width and number of requests; None where some prefill, or verify another width than is drafted."""
+        """Now, width and number of requests; None where some prefill, or verify another width than is drafted.
+
+        From vLLM 0.33 on nothing is drafted in a step behind which nobody can use drafts.
+        """
+        if getattr(scheduler_output, "skip_drafts", False):
+            return None
         drafts, width = scheduler_output.scheduled_spec_decode_tokens, scheduler_output.num_spec_tokens_to_schedule
         num_reqs = len(scheduler_output.num_scheduled_tokens)
         widest = max(map(len, drafts.values()), default=0)

@@ -19,9 +19,9 @@ from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.drafters.checkpoint import check_drafter, kind_of
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 from vllm_crossspec.drafters.identity import identify
+from vllm_crossspec.files import read_json
 from vllm_crossspec.heads.flashhead import inflate as clusters
 from vllm_crossspec.heads.flashhead.assets import FOLDER_KEY
-from vllm_crossspec.heads.flashhead.embedding import read_json
 from vllm_crossspec.inflate.write import Report, num_bytes, write_checkpoint
 from vllm_crossspec.router import inflate as router
 from vllm_crossspec.router.checkpoint import FACTS_FILE as ROUTER_FILE

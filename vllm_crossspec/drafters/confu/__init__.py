@@ -11,6 +11,7 @@ KIND = DrafterKind(
     proposer="vllm_crossspec.engine.proposers.confu:ConfuProposer",
     tree_proposer="vllm_crossspec.engine.proposers.confu:ConfuProposer",
     reads_target_slots=True,
+    reads_next_token=True,
     tree="dynamic",
     supplies="levels",
     contemplates=True,

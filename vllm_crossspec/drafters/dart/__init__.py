@@ -12,6 +12,7 @@ KIND = DrafterKind(
     checkpoint="vllm_crossspec.drafters.dart.checkpoint",
     proposer="vllm_crossspec.engine.proposers.dart:DartProposer",
     tree_proposer="vllm_crossspec.engine.proposers.dart:DartTreeProposer",
+    reads_next_token=True,
     tree="continuity",
     supplies="marginals",
     drafts_trees=True,

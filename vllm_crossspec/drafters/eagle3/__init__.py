@@ -9,6 +9,7 @@ KIND = DrafterKind(
     proposer="vllm_crossspec.engine.proposers.eagle3:Eagle3Proposer",
     tree_proposer="vllm_crossspec.engine.proposers.eagle3_tree:Eagle3TreeProposer",
     reads_target_slots=True,
+    reads_next_token=True,
     tree="dynamic",
     supplies="levels",
     marks=("eagle",),

@@ -30,6 +30,7 @@ from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.engine.attention.base import dtype_beside_cache
 from vllm_crossspec.engine.features.base import Feature
 from vllm_crossspec.engine.step import Step
+from vllm_crossspec.engine.vllm_api.grammar import MASKS_FOLLOW_DRAFTS
 from vllm_crossspec.twins import runs_kernels
 from vllm_crossspec.types import AcceptedPaths, Futures
 
@@ -215,7 +216,7 @@ class Contemplate(Feature):
         """Sampling and grammars see draft nodes as draft tokens, and nothing of contemplate rows."""
         if step.planned_rows is None:
             return batch, grammar_output
-        if grammar_output is not None:
+        if grammar_output is not None and MASKS_FOLLOW_DRAFTS:
             grammar_output = self._masks_of(batch, grammar_output)
         return dataclasses.replace(batch, num_draft_tokens_per_req=np.diff(batch.cu_num_logits_np) - 1), grammar_output
 

@@ -72,6 +72,8 @@ def build(engine_args: Any, target_model_config: Any, target_parallel_config: An
     settings = resolve_schedules(settings, can_measure=can_measure(target_parallel_config))
     check_target(settings, target_model_config)
     check_router_settings(settings, target)
+    if target_model_config.use_mla:
+        _wait_for_every_step(engine_args)
     configs = drafter_configs(settings, target_model_config, target_parallel_config)
     for name, config in configs.items():
         kind = drafter_kind(settings.drafters[name].kind, "method")
@@ -88,6 +90,20 @@ def build(engine_args: Any, target_model_config: Any, target_parallel_config: An
 
     prepare_frontend()
     return next(iter(configs.values()))
+
+
+def _wait_for_every_step(engine_args: Any) -> None:
+    """Have the host know how long every context is, of which latent attention (MLA) is told by the host.
+
+    Requests with fewer rows than others, and all of them under some of its backends, are computed as prompts are, over
+    a context whose length the scheduler knows. Asynchronously it counts drafts that were refused since.
+    """
+    if engine_args.async_scheduling:
+        raise ValueError(
+            "async_scheduling with latent attention (MLA) and speculation would take refused drafts for context; "
+            "leave it out, or use --no-async-scheduling"
+        )
+    engine_args.async_scheduling = False
 
 
 def _use_our_worker(parallel_config: Any) -> None:

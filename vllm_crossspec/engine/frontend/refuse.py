@@ -1,5 +1,6 @@
 """What files and targets must agree with, seen before any weight is loaded: one sentence for what does not."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +111,26 @@ def check_target(settings: CrossSpecConfig, model_config: Any) -> None:
         )
 
 
+def check_taps(settings: CrossSpecConfig, model_config: Any) -> None:
+    """Refuse targets that hand out no states of their layers, where a drafter reads some; before weights are loaded.
+
+    Raises:
+        ValueError: one sentence that names the drafter and the fix.
+    """
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.model_executor.models.interfaces import supports_eagle3
+
+    tapping = [name for name, drafter in settings.drafters.items() if drafter.target_layers]
+    if not tapping:
+        return
+    model_class, architecture = ModelRegistry.resolve_model_cls(model_config.architectures, model_config=model_config)
+    if not supports_eagle3(model_class):
+        raise ValueError(
+            f"speculative_config: drafter {tapping[0]} reads states of the target's layers, which vLLM's "
+            f"{architecture} does not hand out; use draft_model, suffix or ngram"
+        )
+
+
 def unsupported_features(vllm_config: Any) -> list[str]:
     """What our proposers do not do, in words that vLLM's own message ends with."""
     from vllm.platforms import current_platform
@@ -139,6 +160,11 @@ def unsupported_features(vllm_config: Any) -> list[str]:
             found.append(f"adaptive trees with data parallelism {why} (leave out adaptive)")
         if settings.is_routed:
             found.append(f"several drafters with data parallelism {why} (give one drafter)")
+    if _forgets_drafts(vllm_config):
+        found.append(
+            f"speculation over the recurrent layers of {vllm_config.model_config.architecture}, whose states have no "
+            "room for drafts (leave out speculative_config, or use a target with Mamba-2 or gated delta nets)"
+        )
     if settings.is_routed and vllm_config.kv_transfer_config is not None:
         found.append(
             "KV connectors with several drafters of vllm_crossspec (layers are saved before all have caught up)"
@@ -148,6 +174,24 @@ def unsupported_features(vllm_config: Any) -> list[str]:
     if settings.has_trees:
         found.extend(_unsupported_by_trees(vllm_config))
     return found
+
+
+def _forgets_drafts(vllm_config: Any) -> bool:
+    """Whether the target has recurrent layers that could not go back to the accepted tokens.
+
+    Those that can keep the inputs of a step's drafts, and so are larger with speculation than without. Mamba-1 and
+    linear attention are not: their states would stand behind refused drafts, and the text would change.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    model = vllm_config.model_config
+    if not (model.is_hybrid or model.is_attention_free):
+        return False
+    model_class, _ = ModelRegistry.resolve_model_cls(model.architectures, model_config=model)
+    without = copy.copy(vllm_config)
+    without.speculative_config = None
+    sizes = [model_class.get_mamba_state_shape_from_config(config) for config in (vllm_config, without)]
+    return sizes[0] == sizes[1]
 
 
 def _unsupported_by_match(vllm_config: Any) -> list[str]:

@@ -177,8 +177,8 @@ class HeadSampling:
     """A proposer's own output layer in the place of vLLM's; stands before vLLM's speculator among the bases."""
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
+        self.name, self.drafts = name, drafts  # vLLM's initialiser may ask for sizes that follow from them
         super().__init__(vllm_config, device)  # type: ignore[call-arg]
-        self.name, self.drafts = name, drafts
 
     def load_model(self, target_model: nn.Module) -> None:
         """The model, then its output layer."""
@@ -195,11 +195,13 @@ class HeadSampling:
         draft_step: torch.Tensor,
         draft_logits: torch.Tensor | None,
         spec_step_idx: int = 0,
+        **others: Any,
     ) -> torch.Tensor:
         """First choices, coupled with the target's noise where the drafts are to be.
 
         Args:
-            hidden_states: [R, H]. The other arguments are vLLM's.
+            hidden_states: [R, H]. The other arguments are vLLM's; those that only some of its versions hand over,
+                among ``others``.
 
         Returns:
             int64 [R] token ids of the target's vocabulary.
@@ -207,7 +209,7 @@ class HeadSampling:
         keys = (sample_src_positions, idx_mapping, temperature, seeds)
         if self.samples_natively(draft_logits):  # type: ignore[attr-defined]
             return super().sample_draft(  # type: ignore[misc]
-                hidden_states, *keys, draft_step, draft_logits, spec_step_idx
+                hidden_states, *keys, draft_step, draft_logits, spec_step_idx, **others
             )
         coupling = self.coupling(idx_mapping, sample_src_positions, temperature, seeds)  # type: ignore[attr-defined]
         return self.head.choose(hidden_states, coupling)  # type: ignore[attr-defined]

@@ -68,7 +68,7 @@ class DartProposer(DFlashProposer):
     def _draft(self, step: StepInputs) -> None:
         """Take the accepted entries into the cache and draft, by a captured graph where there is one."""
         batch, options, queries = step.batch, step.options, self.num_query_per_req
-        num_reqs, is_dummy = batch.num_reqs, options.get("dummy_run", False)
+        num_reqs, is_dummy = run.num_requests(step), options.get("dummy_run", False)
         if is_dummy:  # padded to a graph of the target's, it may have more requests than a batch can
             num_reqs = min(num_reqs, max(self.max_num_tokens // queries, 1))
         longest = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())

@@ -40,6 +40,9 @@ class DFlashProposer(HeadSampling, DFlashSpeculator, Proposer):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, drafts: DraftSettings):
         super().__init__(vllm_config, device, name, drafts)
         self.vllm_config = without_schedule(self.vllm_config)
+        # From vLLM 0.33 on graphs fuse the tapped states; a round from one row a request brings them fused, and
+        # room for those of whole trees would be hundreds of MiB.
+        self._aux_staging = None
         trained = getattr(self.draft_model_config.hf_config, "block_size", self.num_query_per_req)
         warn_of_other_blocks(name, drafted=self.num_query_per_req, trained=trained)
 

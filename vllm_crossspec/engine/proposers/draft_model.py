@@ -108,7 +108,7 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
         has_cache = not options.get("skip_attn_for_dummy_run", False)
         is_dummy = options.get("dummy_run", False)
         # Padded to a graph of the target's, a dummy batch may have more requests than rows find room for.
-        num_reqs = min(batch.num_reqs, self.max_num_reqs) if is_dummy else batch.num_reqs
+        num_reqs = min(run.num_requests(step), self.max_num_reqs)
         longest = int(batch.seq_lens_cpu_upper_bound[:num_reqs].max())
         ahead = max(self.num_speculative_steps, self.num_query_per_req - 1)
         self.draft_max_seq_len = min(longest + ahead, self.max_model_len)
@@ -215,9 +215,12 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator, Proposer):
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
         mm_inputs: Any = None,
+        skip_sample: bool = False,
     ) -> None:
         """The first pass's forward, and draft 1 from every request's bonus token (vLLM's hook for its graphs)."""
         states, _ = self._run_model(num_tokens, attn_metadata, slot_mappings, num_tokens_across_dp)
+        if skip_sample:
+            return
         positions = self.sample_src_positions[:num_reqs]
         self.current_draft_step.zero_()
         self.draft_tokens[:num_reqs, 0] = self.sample_draft(

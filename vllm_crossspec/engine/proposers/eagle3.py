@@ -66,7 +66,7 @@ class Eagle3Proposer(HeadSampling, EagleSpeculator, Proposer):
         """
         if step.options.get("skip_attn_for_dummy_run"):
             return step
-        batch, num_reqs = step.batch, step.batch.num_reqs
+        batch, num_reqs = step.batch, run.num_requests(step)
         desc = run.dispatch(self, self.prefill_cudagraph_manager, num_reqs, 1, step.options).desc
         tables = self.block_tables
         # The rows of a dummy run name request slots whose blocks may be others' by now: it writes nothing.

@@ -179,6 +179,7 @@ class LevelTrees(Proposer):
         temperature: torch.Tensor,
         seeds: torch.Tensor,
         *_: Any,
+        **__: Any,
     ) -> torch.Tensor:
         """The root's candidates, kept for :meth:`_grow`; returns the first of them (arguments are vLLM's)."""
         num_reqs = hidden_states.shape[0]
@@ -190,9 +191,8 @@ class LevelTrees(Proposer):
     def propose_step(self, step: StepInputs) -> Candidates:
         """The first pass, then all levels."""
         self._take_in(step)
-        num_reqs = step.batch.num_reqs
-        sizing = self._grow_batch(step, num_reqs)
-        return Candidates(tree=first_rows(self.tree, num_reqs), sizing=sizing)
+        sizing = self._grow_batch(step, run.num_requests(step))
+        return Candidates(tree=first_rows(self.tree, step.batch.num_reqs), sizing=sizing)
 
     @abstractmethod
     def _take_in(self, step: StepInputs) -> None:

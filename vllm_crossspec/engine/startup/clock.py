@@ -24,7 +24,7 @@ class StepClock:
 
     forward_start = forward_end = drafter_start = drafter_end = mark
 
-    def record_batch(self, *arguments: Any) -> None:
+    def record_batch(self, *arguments: Any, **options: Any) -> None:
         """Part of vLLM's protocol; the caller knows the batch."""
 
     def spans(self) -> list[float]:

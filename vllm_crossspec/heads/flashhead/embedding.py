@@ -1,7 +1,6 @@
 """The output embedding of a Hugging Face folder, tied or not, and its special tokens; nothing else is loaded."""
 
 import contextlib
-import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 
-from vllm_crossspec.files import open_tensors
+from vllm_crossspec.files import open_tensors, read_json
 
 _OUTPUT, _INPUT = ("lm_head.weight", "embed_out.weight", "output.weight"), ("embed_tokens.weight", "wte.weight")
 _STOPS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -147,14 +146,3 @@ def _read(config: dict[str, Any], name: str, default: Any) -> Any:
     if name not in config and isinstance(nested, dict):
         return nested.get(name, default)
     return config.get(name, default)
-
-
-def read_json(file: Path, where: str) -> dict[str, Any]:
-    """A JSON object; ``where`` begins the sentence of the ValueError that a damaged one raises."""
-    try:
-        content = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"{where} {file} is not valid JSON ({error}); copy it again") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"{where} {file} holds no JSON object; copy it again")
-    return content

@@ -4,7 +4,7 @@
 no use. How a row is written: :func:`~vllm_crossspec.engine.vllm_api.points.base.parse`.
 """
 
-from vllm_crossspec.engine.vllm_api.points.base import StandIn, parse
+from vllm_crossspec.engine.vllm_api.points.base import Inventory, StandIn, parse
 
 TOUCH_POINTS = parse("""
 vllm._custom_ops
@@ -34,6 +34,7 @@ vllm.config.model
 vllm.config.parallel
   ParallelConfig.{worker_cls} - set: the worker whose runner is ours
 vllm.config.scheduler
+  SchedulerConfig.{max_num_active_seqs} - set: as many requests as a block drafter's pass has rows for
   SchedulerConfig.get_scheduler_cls(self) - replaced: gives a subclass of the scheduler, which plans no drafts for
       requests that opted out
 vllm.config.speculative
@@ -47,6 +48,7 @@ vllm.config.vllm
   VllmConfig._get_v1_model_runner_unsupported_features(self) - replaced: the V1 runner is refused
   VllmConfig._get_v2_model_runner_unsupported_features(self) - replaced: vLLM itself reports what our proposers do not
       support
+  VllmConfig._set_max_num_scheduled_tokens(self) - replaced: as many requests as a block drafter's pass has rows for
   VllmConfig._maybe_disable_dynamic_sd_for_data_parallel(self) - replaced: keeps draft lengths by load for ranks of a
       dense target, which are engines of their own
 vllm.distributed
@@ -62,6 +64,7 @@ vllm.engine.arg_utils
   EngineArgs.create_speculative_config(self target_model_config target_parallel_config) - replaced: accepts our
       speculative_config and hands vLLM a native one
   EngineArgs.{additional_config} - set: our settings ride in it
+  EngineArgs.{async_scheduling} - set: steps wait for each other over latent attention
   EngineArgs.{load_format spec_method spec_model spec_tokens speculative_config} - read: our speculative_config
 vllm.exceptions
   VLLMValidationError - raised for such a request, as a subclass: what vLLM's servers answer with 400
@@ -87,6 +90,9 @@ vllm.model_executor.layers.logits_processor
       vocabulary
   LogitsProcessor.{org_vocab_size scale soft_cap} - read: what a drafter's logits are beside products, before a
       FlashHead takes its place
+vllm.model_executor.layers.mamba.mamba_mixer2
+  causal_conv1d_update - replaced on a CPU, whose kernel takes one token a request
+  selective_state_update - replaced on a CPU, whose kernel keeps no state behind drafts
 vllm.model_executor.layers.utils
   dispatch_cpu_unquantized_gemm(layer remove_weight) - replaced while our runner loads on a CPU, or a drafter with a
       dtype of its own; sets cpu_linear, which the layer calls
@@ -102,6 +108,10 @@ vllm.model_executor.model_loader.base_loader
   BaseModelLoader.load_weights(self model model_config) - overridden: tensors at hand are loaded
 vllm.model_executor.model_loader.utils
   get_draft_load_config(vllm_config) - called when a drafter is loaded
+vllm.model_executor.models
+  ModelRegistry - whose class says how large the states of recurrent layers are, and whether it hands states out
+vllm.model_executor.models.interfaces
+  supports_eagle3(model) - asked of a target's class before its weights are loaded
 vllm.model_executor.models.interfaces_base
   VllmModelForTextGeneration.compute_logits(self hidden_states) - stood in for on the instance: keeps the step's logits
       for a router
@@ -573,3 +583,5 @@ STAND_INS = (
     ),
 )
 """Objects of ours that take a place of vLLM's, and all that vLLM's code reads of what stands there."""
+
+INVENTORY = Inventory("0.32.0", TOUCH_POINTS, STAND_INS)

@@ -1,0 +1,215 @@
+"""Damaged files for everything that reads one: each is refused in one sentence, or read; nothing crashes or grows.
+
+    pip install atheris
+    python benchmarks/fuzz.py trie --runs 1000000 --corpus work/fuzz/trie
+    python benchmarks/fuzz.py --list
+
+Inputs are made by atheris (libFuzzer), which changes good files and keeps what reaches new lines of ours; the corpus
+folder is begun with a good file and can be gone on from. An input that ends in anything but a ValueError of one line,
+takes more than 10 seconds or 2 GiB is written to the corpus's folder, and the command exits with its libFuzzer status.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import vllm_crossspec
+from vllm_crossspec.types import TargetFacts
+
+POCKET = Path(vllm_crossspec.__file__).parent / "pocket"
+SECONDS, MEBIBYTES = 10, 2048
+VOCAB_SIZE = 40
+COMPILED = "vllm_crossspec.ngram.compiled"
+"""By numba, which does not compile what atheris has changed."""
+NATIVE_METHODS = ("eagle3", "dflash", "draft_model", "ngram")
+NATIVE_KEYS = ("model", "num_speculative_tokens", "draft_tensor_parallel_size", "quantization")
+SPEC = {
+    "method": "whiflash",
+    "drafters": {
+        "eagle3": {"model": "a", "tree": {"num_nodes": 20, "depth": 3, "by_batch_size": {"1": 20, "8": 0}}},
+        "dart": {"model": "b", "ngram": {"model": "c", "order": 3}, "tree": {"type": "continuity", "beam_width": 4}},
+        "suffix": {"lookup": {"share": True}},
+    },
+    "router": {"policy": "entropy", "threshold": [1.5, 0.5]},
+}
+
+
+class Target(NamedTuple):
+    """One reader.
+
+    Attributes:
+        description: one line.
+        seeds: good files.
+        read: reads what is at this path.
+        watched: modules whose new lines count.
+    """
+
+    description: str
+    seeds: Callable[[], list[bytes]]
+    read: Callable[[Path], Any]
+    watched: tuple[str, ...]
+
+
+def _tiny_trie() -> list[bytes]:
+    """Of the text 1 2 1 2 3, in DART's format."""
+    import struct
+
+    ngrams = {(): 0, (1,): 2, (2,): 2, (3,): 1, (1, 2): 2, (2, 1): 1, (2, 3): 1, (1, 2, 1): 1, (1, 2, 3): 1}
+    numbers = {ngram: number for number, ngram in enumerate(ngrams)}
+    data = struct.pack("<QQ", 3, len(ngrams))
+    for ngram, count in ngrams.items():
+        children = [child for child in ngrams if len(child) == len(ngram) + 1 and child[:-1] == ngram]
+        token, parent = (ngram[-1], numbers[ngram[:-1]]) if ngram else (-1, 0)
+        data += struct.pack("<iQiQ", token, parent, count, len(children))
+        data += b"".join(struct.pack("<iQ", child[-1], numbers[child]) for child in children)
+    return [data]
+
+
+def _read_trie(path: Path) -> None:
+    from vllm_crossspec.ngram.trie import import_trie
+
+    out = path.with_suffix(".store")
+    import_trie(path, out, vocab_size=VOCAB_SIZE)
+    _read_store(out)
+
+
+def _tiny_store() -> list[bytes]:
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "a.trie"
+        path.write_bytes(_tiny_trie()[0])
+        _read_trie(path)
+        return [path.with_suffix(".store").read_bytes()]
+
+
+def _read_store(path: Path) -> None:
+    from vllm_crossspec.ngram.lookup import look_up
+    from vllm_crossspec.ngram.store import check_contents, open_store
+
+    store = open_store(path, vocab_size=VOCAB_SIZE)
+    check_contents(store, "the store")
+    look_up(store, torch.tensor([[1, 2], [2, 1]]), torch.tensor([[1, 2, 3], [0, 5, 9]]))
+
+
+def _read_spec(path: Path) -> None:
+    from vllm_crossspec.config_parsing import is_ours, parse
+
+    raw = _json(path)
+    if isinstance(raw, dict) and is_ours(raw, NATIVE_METHODS, NATIVE_KEYS):
+        parse(raw, NATIVE_KEYS)
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_bytes())
+    except (ValueError, RecursionError):  # whoever hands us an object has read it
+        return None
+
+
+def _calibrations() -> list[bytes]:
+    return [(POCKET / "heterospec" / "calibration.json").read_bytes()]
+
+
+def _read_calibration(path: Path) -> None:
+    from vllm_crossspec.adaptive.calibration import read_calibration
+
+    read_calibration(path, "adaptive.model")
+
+
+def _routers() -> list[bytes]:
+    return [(POCKET / "router" / "router.json").read_bytes()]
+
+
+def _read_router(path: Path) -> None:
+    from vllm_crossspec.router.checkpoint import read_router
+
+    folder = path.with_suffix(".router")
+    folder.mkdir(exist_ok=True)
+    (folder / "router.json").write_bytes(path.read_bytes())
+    (folder / "model.safetensors").write_bytes((POCKET / "router" / "model.safetensors").read_bytes())
+    read_router(folder, hidden_size=256, drafters=("eagle3", "dflash"), key="router.model")
+
+
+def _configs() -> list[bytes]:
+    names = ("eagle3", "dflash", "dart", "confu", "draft-model")
+    return [(POCKET / name / "config.json").read_bytes() for name in names]
+
+
+def _read_config(path: Path) -> None:
+    from vllm_crossspec.drafters.base import drafter_kinds
+    from vllm_crossspec.drafters.checkpoint import check_drafter
+
+    folder = path.with_suffix(".drafter")
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_bytes(path.read_bytes())
+    target = TargetFacts("the target", hidden_size=256, vocab_size=4096, num_layers=8)
+    for kind in drafter_kinds():
+        try:
+            check_drafter(kind, str(folder), "model", target, has_weights=False)
+        except ValueError as problem:
+            _one_line(problem)
+
+
+def _one_line(problem: ValueError) -> None:
+    if "\n" in str(problem) or not str(problem):
+        raise AssertionError(f"not one sentence: {problem!r}") from problem
+
+
+TARGETS = {
+    "trie": Target("a .trie of DART's, imported and looked up", _tiny_trie, _read_trie, ("vllm_crossspec.ngram",)),
+    "store": Target("an n-gram store, opened and looked up", _tiny_store, _read_store, ("vllm_crossspec.ngram",)),
+    "spec": Target(
+        "a speculative_config", lambda: [json.dumps(SPEC).encode()], _read_spec, ("vllm_crossspec.config_parsing",)
+    ),
+    "calibration": Target("HeteroSpec's calibration", _calibrations, _read_calibration, ("vllm_crossspec.adaptive",)),
+    "router": Target("a router's router.json", _routers, _read_router, ("vllm_crossspec.router.checkpoint",)),
+    "config": Target("a drafter's config.json, by every kind", _configs, _read_config, ("vllm_crossspec.drafters",)),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", nargs="?", choices=TARGETS, help="what is read")
+    parser.add_argument("--runs", type=int, default=100_000, help="inputs (default: 100000)")
+    parser.add_argument("--seed", type=int, default=1, help="libFuzzer's (default: 1)")
+    parser.add_argument("--corpus", type=Path, help="folder of inputs (default: a temporary one)")
+    parser.add_argument("--list", action="store_true", help="say what there is to read, and end")
+    given = parser.parse_args()
+    if given.list or given.target is None:
+        for name, target in TARGETS.items():
+            print(f"{name:12} {target.description}")
+        return
+    try:
+        import atheris
+    except ModuleNotFoundError:
+        parser.error("this needs atheris: pip install atheris")
+    target = TARGETS[given.target]
+    with atheris.instrument_imports(include=list(target.watched), exclude=[COMPILED]):
+        for seed in target.seeds():  # imports what is watched
+            path = Path(tempfile.mkdtemp(prefix="crossspec-fuzz-")) / "input"
+            path.write_bytes(seed)
+            target.read(path)
+    corpus = given.corpus or path.parent / "corpus"
+    corpus.mkdir(parents=True, exist_ok=True)
+    for number, seed in enumerate(target.seeds()):
+        (corpus / f"good-{number}").write_bytes(seed)
+
+    def one(data: bytes) -> None:
+        path.write_bytes(data)
+        try:
+            target.read(path)
+        except ValueError as problem:
+            _one_line(problem)
+
+    limits = [f"-timeout={SECONDS}", f"-rss_limit_mb={MEBIBYTES}", f"-artifact_prefix={corpus}/"]
+    atheris.Setup([sys.argv[0], f"-runs={given.runs}", f"-seed={given.seed}", *limits, str(corpus)], one)
+    atheris.Fuzz()
+
+
+if __name__ == "__main__":
+    main()
