@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-import vllm_crossspec
+from vllm_crossspec.pocket_models import find_pocket
 from vllm_crossspec.types import TargetFacts
 
-POCKET = Path(vllm_crossspec.__file__).parent / "pocket"
+POCKET = find_pocket()
 SECONDS, MEBIBYTES = 10, 2048
 VOCAB_SIZE = 40
 COMPILED = "vllm_crossspec.ngram.compiled"
@@ -152,10 +152,10 @@ def _read_config(path: Path) -> None:
         try:
             check_drafter(kind, str(folder), "model", target, has_weights=False)
         except ValueError as problem:
-            _one_line(problem)
+            one_line(problem)
 
 
-def _one_line(problem: ValueError) -> None:
+def one_line(problem: ValueError) -> None:
     if "\n" in str(problem) or not str(problem):
         raise AssertionError(f"not one sentence: {problem!r}") from problem
 
@@ -204,7 +204,7 @@ def main() -> None:
         try:
             target.read(path)
         except ValueError as problem:
-            _one_line(problem)
+            one_line(problem)
 
     limits = [f"-timeout={SECONDS}", f"-rss_limit_mb={MEBIBYTES}", f"-artifact_prefix={corpus}/"]
     atheris.Setup([sys.argv[0], f"-runs={given.runs}", f"-seed={given.seed}", *limits, str(corpus)], one)

@@ -13,13 +13,12 @@ import os
 import random
 from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import vllm_crossspec
+from vllm_crossspec.pocket_models import find_pocket
 
-POCKET = Path(vllm_crossspec.__file__).parent / "pocket"
+POCKET = find_pocket()
 Case = dict[str, Any]
 Texts = list[list[int]]
 
@@ -229,8 +228,11 @@ def features(case: Case) -> list[str]:
 
 
 @contextlib.contextmanager
-def _async_on_cpu() -> Iterator[None]:
-    """Let engines schedule asynchronously on a CPU, where vLLM turns it off as not worth it."""
+def async_scheduling_on_cpu() -> Iterator[None]:
+    """Let engines schedule asynchronously on a CPU, too, where vLLM turns it off as not worth it.
+
+    The scheduler runs in this process, which is the one that is changed.
+    """
     from vllm.platforms import current_platform
 
     if not current_platform.is_cpu():
@@ -249,10 +251,10 @@ def _async_on_cpu() -> Iterator[None]:
         yield
 
 
-def _placed(value: Any) -> Any:
+def placed(value: Any) -> Any:
     """With the pocket models' folder in the place of "pocket/"."""
     if isinstance(value, dict):
-        return {key: _placed(own) for key, own in value.items()}
+        return {key: placed(own) for key, own in value.items()}
     if isinstance(value, str) and value.startswith("pocket/"):
         return str(POCKET / value.removeprefix("pocket/"))
     return value
@@ -267,11 +269,11 @@ def engine(case: Case | None) -> Iterator[Any]:
     environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
     if case and not case["widths"]:
         environment["CROSSSPEC_FIXED_WIDTHS"] = "1"
-    with mock.patch.dict(os.environ, environment), _async_on_cpu():
+    with mock.patch.dict(os.environ, environment), async_scheduling_on_cpu():
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would be stronger than the setting
         llm = LLM(
             str(POCKET / "target"),
-            speculative_config=_placed(case["spec"]) if case else None,
+            speculative_config=placed(case["spec"]) if case else None,
             distributed_executor_backend="uni",
             kv_cache_memory_bytes=KV_CACHE_BYTES,
             disable_log_stats=False,

@@ -201,7 +201,8 @@ def hunt(given: argparse.Namespace, plain: Plain, console: Console) -> dict[str,
     columns = (TextColumn("[progress.description]{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("texts", total=len(numbers) * given.each)
-        for block in itertools.batched(numbers, BLOCK) if sys.version_info >= (3, 12) else _batched(numbers):
+        for start in range(0, len(numbers), BLOCK):
+            block = numbers[start : start + BLOCK]
             cases = [hunt_cases.draw(given.seed, number, given.each) for number in block]
             wanted = plain.texts([request for case in cases for request in case["requests"]])
             for place, (number, case) in enumerate(zip(block, cases, strict=True)):
@@ -222,11 +223,6 @@ def hunt(given: argparse.Namespace, plain: Plain, console: Console) -> dict[str,
             if not console.is_terminal:
                 console.print(f"{totals['texts']} texts, {len(found)} differing, {len(refused)} cases refused")
     return {"differing": len(found), **totals, "found": found, "refused": refused, "pairs": dict(pairs)}
-
-
-def _batched(numbers: range) -> Iterator[tuple[int, ...]]:
-    for start in range(0, len(numbers), BLOCK):
-        yield tuple(numbers[start : start + BLOCK])
 
 
 def _write_found(given: argparse.Namespace, number: int, case: Case, plain: Plain, console: Console) -> None:

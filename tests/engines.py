@@ -8,6 +8,7 @@ import gc
 import itertools
 import json
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,11 @@ import sabotage
 import torch
 
 import vllm_crossspec
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+
+from hunt_cases import async_scheduling_on_cpu as async_scheduling_on_cpu
+from hunt_cases import chat as chat
 
 POCKET = Path(vllm_crossspec.__file__).parent / "pocket"
 TARGET, EAGLE3, DFLASH, DART = POCKET / "target", POCKET / "eagle3", POCKET / "dflash", POCKET / "dart"
@@ -66,35 +72,6 @@ def prompts(count: int) -> list[str]:
         by_category.setdefault(row["category"], []).append(row["prompt"])
     mixed = [p for group in zip(*by_category.values(), strict=False) for p in group]
     return [chat(p) for p in mixed[:count]]
-
-
-def chat(prompt: str) -> str:
-    """One user message in the pocket target's chat format."""
-    return f"<|im_start|>user\n{prompt}<|im_end|>\n<|im_start|>assistant\n"
-
-
-@contextlib.contextmanager
-def async_scheduling_on_cpu() -> Iterator[None]:
-    """Let engines schedule asynchronously on a CPU, too, where vLLM turns it off as not worth it.
-
-    The scheduler runs in this process, which is the one that is changed.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        yield
-        return
-    from vllm.platforms.cpu import CpuPlatform
-
-    original = CpuPlatform.check_and_update_config.__func__
-
-    def keep_async(cls: Any, config: Any) -> None:
-        wanted = config.scheduler_config.async_scheduling
-        original(cls, config)
-        config.scheduler_config.async_scheduling = wanted
-
-    with mock.patch.object(CpuPlatform, "check_and_update_config", classmethod(keep_async)):
-        yield
 
 
 REPLAYS_GRAPHS = torch.cuda.is_available() and bool(os.environ.get("CROSSSPEC_TEST_GRAPHS"))

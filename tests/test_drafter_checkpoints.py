@@ -282,6 +282,24 @@ def test_missing_shard(eagle3):
         check("eagle3", eagle3)
 
 
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("eagle3", {"architectures": 3}),
+        ("eagle3", {"vocab_size": "4096", "draft_vocab_size": 1}),
+        ("eagle3", {"speculators_config": [1]}),
+        ("dflash", {"dflash_config": {"target_layer_ids": [None], "mask_token_id": 1}}),
+        ("dflash", {"block_size": "8"}),
+    ],
+)
+def test_config_with_a_field_of_another_kind(kind, fields, request):
+    folder = request.getfixturevalue(kind)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(ValueError, match="^[^\n]*$"):
+        check(kind, folder)
+
+
 @pytest.mark.parametrize("index", ["[]", "{}", '{"weight_map": []}', '{"weight_map": {"fc.weight": "../other"}}'])
 def test_index_that_names_no_files_beside_it(eagle3, index):
     (eagle3 / "model.safetensors.index.json").write_text(index)

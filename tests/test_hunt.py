@@ -49,7 +49,7 @@ def test_hunt_draws_configurations_that_are_taken():
     """A drawn setting that is refused would test nothing."""
     for number in range(250):
         case = hunt_cases.draw(2, number, 1)
-        parse(hunt_cases._placed(case["spec"]), NATIVE_KEYS)
+        parse(hunt_cases.placed(case["spec"]), NATIVE_KEYS)
 
 
 def test_hunted_text_of_an_aborted_request_is_the_beginning_of_plains():

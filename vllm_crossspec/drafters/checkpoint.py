@@ -32,10 +32,15 @@ def check_drafter(
     """
     found = drafter_kind(kind, key)
     config = read_config(model, key, revision) if found.has_model else {}
-    facts: DrafterFacts = import_module(found.checkpoint).read_facts(config, key, target)
-    if not found.has_model:
-        return facts
-    _check_fits(facts, key, target)
+    try:
+        facts: DrafterFacts = import_module(found.checkpoint).read_facts(config, key, target)
+        if not found.has_model:
+            return facts
+        _check_fits(facts, key, target)
+    except (AttributeError, IndexError, KeyError, TypeError) as problem:
+        raise ValueError(
+            f"{key}: config.json of {model} has a field of another kind than a drafter's ({problem}); copy it again"
+        ) from problem
     if has_weights and Path(model).expanduser().is_dir():
         check_weight_files(Path(model).expanduser(), key)
     return facts
