@@ -13,6 +13,7 @@ import os
 import random
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -35,13 +36,13 @@ ENGINE: dict[str, Any] = {
     "max_model_len": 512,
     "max_num_seqs": 8,
     "max_num_batched_tokens": 512,
-    "enforce_eager": True,
     "block_size": 32,
     "enable_prefix_caching": True,
     "async_scheduling": False,
 }
 """What plain decoding has, and every case where it says nothing else."""
 KV_CACHE_BYTES = 128 << 20
+"""Of an engine: ten times what its requests can fill. Most of an engine's start would be to clear a gibibyte."""
 GRAMMARS = (
     {"choice": ["yes", "no", "perhaps, but only if it rains"]},
     {"regex": "[A-Z][a-z]{2,8}( [a-z]{2,8}){3}\\."},
@@ -260,31 +261,58 @@ def placed(value: Any) -> Any:
     return value
 
 
+def collecting_no_garbage() -> Any:
+    """vLLM asks for it a dozen times while an engine starts and ends, a tenth of a second each, or a whole one."""
+    return mock.patch.object(gc, "collect", return_value=0)
+
+
+_started = itertools.count()
+
+
+@contextlib.contextmanager
+def engine_here(model: Path, spec: dict[str, Any] | None, **settings: Any) -> Iterator[Any]:
+    """An engine in this process, where one starts in about a second; shut down at the end.
+
+    Args:
+        model: the target's folder.
+        spec: a speculative config; None: plain decoding.
+        settings: vLLM's, over those that make it small.
+    """
+    from vllm import LLM
+
+    small = {
+        "distributed_executor_backend": "uni",
+        "kv_cache_memory_bytes": KV_CACHE_BYTES,
+        "enforce_eager": True,
+        "disable_log_stats": False,
+    }
+    if next(_started) % 4 == 0:  # what the last engines left behind; all else is no garbage
+        gc.collect()
+        gc.freeze()
+    with collecting_no_garbage(), mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
+        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would be stronger than the setting
+        llm = LLM(str(model), speculative_config=spec, use_tqdm_on_load=False, **(small | settings))
+    try:
+        yield llm
+    finally:
+        with collecting_no_garbage():
+            llm.llm_engine.engine_core.shutdown()
+
+
 @contextlib.contextmanager
 def engine(case: Case | None) -> Iterator[Any]:
     """An engine of the pocket target in this process; None: plain decoding."""
-    from vllm import LLM
-
     settings = ENGINE | (case["engine"] if case else {"max_num_seqs": 16})
-    environment = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "HF_HUB_OFFLINE": "1"}
+    environment = {"HF_HUB_OFFLINE": "1"}
     if case and not case["widths"]:
         environment["CROSSSPEC_FIXED_WIDTHS"] = "1"
-    with mock.patch.dict(os.environ, environment), async_scheduling_on_cpu():
-        os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would be stronger than the setting
-        llm = LLM(
-            str(POCKET / "target"),
-            speculative_config=placed(case["spec"]) if case else None,
-            distributed_executor_backend="uni",
-            kv_cache_memory_bytes=KV_CACHE_BYTES,
-            disable_log_stats=False,
-            use_tqdm_on_load=False,
-            **settings,
-        )
-        try:
-            yield llm
-        finally:
-            llm.llm_engine.engine_core.shutdown()
-            gc.collect()
+    spec = placed(case["spec"]) if case else None
+    with (
+        mock.patch.dict(os.environ, environment),
+        async_scheduling_on_cpu(),
+        engine_here(POCKET / "target", spec, **settings) as llm,
+    ):
+        yield llm
 
 
 def parameters(sampling: dict[str, Any]) -> Any:

@@ -4,8 +4,6 @@ An engine runs in the tests' own process, where it starts in about a second. Wha
 """
 
 import contextlib
-import gc
-import itertools
 import json
 import os
 import sys
@@ -22,7 +20,7 @@ import vllm_crossspec
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 from hunt_cases import async_scheduling_on_cpu as async_scheduling_on_cpu
-from hunt_cases import chat as chat
+from hunt_cases import chat, engine_here
 
 POCKET = Path(vllm_crossspec.__file__).parent / "pocket"
 TARGET, EAGLE3, DFLASH, DART = POCKET / "target", POCKET / "eagle3", POCKET / "dflash", POCKET / "dart"
@@ -32,8 +30,6 @@ CHAIN = {"type": "chain"}
 NO_ENTROPY = 100.0
 """Nats that no distribution has: with it as the threshold the entropy policy takes the parallel drafter, with 0 the
 autoregressive one."""
-KV_CACHE_BYTES = 128 << 20
-"""Of an engine: ten times what its requests can fill. Most of an engine's start would be to clear a gibibyte."""
 K = 7
 
 
@@ -106,43 +102,21 @@ def norms_in_place() -> Iterator[None]:
         yield
 
 
-_started = itertools.count()
-
-
 @contextlib.contextmanager
 def engine(spec: dict[str, Any] | None, model: Path = TARGET, **overrides: Any) -> Iterator[Any]:
     """An engine in float32 without graphs, small enough for chunked prompts; shut down at the end."""
-    from vllm import LLM
-
     settings: dict[str, Any] = {
         "dtype": "float32",
         "max_model_len": 512,
         "max_num_seqs": 8,
         "max_num_batched_tokens": 128,
-        "enforce_eager": True,
-        "disable_log_stats": False,
-        "distributed_executor_backend": "uni",
-        "kv_cache_memory_bytes": KV_CACHE_BYTES,
         **on_a_gpu(),
     }
-    if next(_started) % 4 == 0:  # what the last engines left behind; all else is no garbage
-        gc.collect()
-        gc.freeze()
-    with norms_in_place():
-        with collecting_no_garbage(), mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
-            os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would be stronger than the setting
-            llm = LLM(str(model), speculative_config=spec, **(settings | overrides))
+    with norms_in_place(), engine_here(model, spec, **(settings | overrides)) as llm:
         try:
             yield llm
         finally:
             llm.collective_rpc(sabotage.mend)
-            with collecting_no_garbage():
-                llm.llm_engine.engine_core.shutdown()
-
-
-def collecting_no_garbage() -> Any:
-    """vLLM asks for it a dozen times while an engine starts and ends, a tenth of a second each."""
-    return mock.patch.object(gc, "collect", return_value=0)
 
 
 def generate(llm: Any, texts: list[Any], max_tokens: int = 40, **sampling: Any) -> list[list[int]]:
