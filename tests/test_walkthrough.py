@@ -72,6 +72,7 @@ SMALLER = {
     "python benchmarks/dart_offline.py": "--rows 2 --nodes 8 --weights 0,0.5",
     "python benchmarks/flashhead_cpu.py": "--size 8192,8 --runs 1",
     "python benchmarks/flashhead_gpu.py": "--size 8192,8 --batch-sizes 1 --probes 4",
+    "python benchmarks/lossless.py": "--texts 8",
     "python benchmarks/ngram_lookup.py": "--nodes 0.02 --rows 50 --runs 1",
     "python benchmarks/random_kernels.py": "--programs 2",
 }
@@ -148,6 +149,7 @@ NOWHERE = {
     "python benchmarks/cpu_speed.py *": LARGE,
     "python benchmarks/paper_tables.py *": "takes minutes; tests/test_papers_*.py make small ones",
     "python benchmarks/profile_round.py *": LARGE,
+    "python benchmarks/fuzz.py *": "needs atheris; tests/test_fuzz.py hands changed files to the same readers",
     "python benchmarks/ngram_lookup.py --reference *": "needs the clones of the papers' code",
     "python benchmarks/round_time.py*": GPU,
     "python benchmarks/switch_cost.py*": GPU,
