@@ -1,5 +1,6 @@
 """Negative controls: functions that a test sends into a worker to break one thing, and one that mends it again."""
 
+import itertools
 from typing import Any
 
 import torch
@@ -321,3 +322,27 @@ class _Both:
         self.compared["rows"] += len(answer)
         self.compared["tokens"] += answer.numel()
         self.compared["different"] += int((answer != expected).sum())
+
+
+def run_out_of_memory(worker: Any, after: int, drafter: str | None = None) -> None:
+    """From its call number ``after`` on a drafter drafts, and then there is no memory for what follows.
+
+    Args:
+        worker: of the engine.
+        after: calls that go well.
+        drafter: whose; None: any.
+    """
+    calls = itertools.count()
+
+    def wrapper(original):
+        def propose_step(step):
+            drafted = original(step)
+            if next(calls) >= after:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nGPU 0 is full.")
+            return drafted
+
+        return propose_step
+
+    for name, proposer in worker.model_runner.speculator.proposers.items():
+        if drafter in (None, name):
+            _replace(worker, proposer, "propose_step", wrapper)

@@ -1,5 +1,6 @@
 """The acceptance counters: the kernel against its naive twin, and what must not be counted."""
 
+import errno
 import multiprocessing
 import os
 import sys
@@ -140,6 +141,30 @@ def test_a_forked_engine_leaves_no_folder_behind(monkeypatch):
     path, was_there = paths.get()
     process.join()
     assert was_there and not os.path.isdir(path)
+
+
+def test_files_of_a_full_disk_are_not_mapped(monkeypatch, tmp_path):
+    """A write into a hole of one would end the process (SIGBUS)."""
+    from vllm_crossspec.metrics import export
+
+    counters = AcceptanceCounters(("a",), 4, num_positions=3, device=torch.device(DEVICE))
+    monkeypatch.setattr(export, "_make_counters", lambda: pytest.fail("the files are mapped"))
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "gone"))
+    with pytest.raises(FileNotFoundError):
+        export.start_worker_export(counters, 0)
+
+    def is_full(descriptor, start, length):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", is_full)
+        with pytest.raises(OSError, match="No space left"):
+            export.start_worker_export(counters, 0)
+    export._reserve_files()
+    files = {file.name: file.stat() for file in tmp_path.iterdir()}
+    assert set(files) == {f"{kind}_{os.getpid()}.db" for kind in ("counter", "histogram")}
+    assert all(file.st_blocks * 512 >= file.st_size == export.FILE_BYTES for file in files.values())
 
 
 class RaysCounter:

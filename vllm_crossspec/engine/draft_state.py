@@ -34,6 +34,7 @@ class DraftState:
         prefix_len, num_live: int32 [S] of the step's requests.
         path: int32 [S, D + 1] accepted rows of the step's requests.
         num_sampled: int32 [S] their number.
+        has_stopped: whether nothing is drafted any more, for nobody (:meth:`stop`).
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class DraftState:
         self.prefix_len, self.num_live = zeros(max_num_reqs), zeros(max_num_reqs)
         self.path = zeros(max_num_reqs, max_depth + 1)
         self.num_sampled = zeros(max_num_reqs)
+        self.has_stopped = False
 
     @property
     def num_bytes(self) -> int:
@@ -101,6 +103,12 @@ class DraftState:
             self.sizes.copy_((self.modes_on_device != NO_DRAFTS) * self.num_nodes)
         else:  # nothing may be drafted, and so stored, while all of a batch opted out
             self.sizes.masked_fill_(self.modes_on_device == NO_DRAFTS, 0)
+
+    def stop(self) -> None:
+        """From here on nothing is drafted, whatever requests let their drafter draft; what was drafted is forgotten."""
+        self.has_stopped = True
+        self.modes[:] = NO_DRAFTS
+        self.take_modes(stores_shapes=True)
 
     def lay_out(self, step: Step, prefill_len: torch.Tensor) -> None:
         """Give the rows of the step's drafts the positions of their depths and the masks of their ancestors.

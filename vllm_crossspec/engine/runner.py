@@ -109,9 +109,10 @@ class MatchRunner(Native):
         if not requests:
             return
         slots = [self.req_states.req_id_to_index[request.req_id] for request in requests]
-        for slot, request in zip(slots, requests, strict=True):
-            self.draft_state.modes[slot] = draft_mode(request.sampling_params, self.chains_only)
-        self.speculator.add_requests(slots, [request.num_computed_tokens for request in requests])
+        if not self.draft_state.has_stopped:
+            for slot, request in zip(slots, requests, strict=True):
+                self.draft_state.modes[slot] = draft_mode(request.sampling_params, self.chains_only)
+            self.speculator.add_requests(slots, [request.num_computed_tokens for request in requests])
         for feature in self.features.values():
             feature.added(requests, slots)
         self.draft_state.take_modes(self.speculator.kept.stores_shapes)
@@ -132,7 +133,8 @@ class MatchRunner(Native):
     def _leave(self, slots: list[int]) -> None:
         if not slots:
             return
-        self.speculator.remove_requests(slots)
+        if not self.draft_state.has_stopped:
+            self.speculator.remove_requests(slots)
         for feature in self.features.values():
             feature.removed(slots)
 

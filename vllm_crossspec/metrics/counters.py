@@ -25,6 +25,7 @@ class AcceptanceCounters:
 
     Attributes:
         swaps: how often each drafter got new weights.
+        has_stopped: whether drafting has stopped, for want of memory or of a file.
         modes: int32 [S] what each slot's request lets its drafter draft (``types``); to be replaced by the
             engine's own.
     """
@@ -39,6 +40,7 @@ class AcceptanceCounters:
     ):
         self.names, self.num_positions, self.contemplates = names, num_positions, rows_per_node > 1
         self.swaps = dict.fromkeys(names, 0)
+        self.has_stopped = False
         self.counts = torch.zeros(len(names), 3 + num_positions, dtype=torch.int64, device=device)
         self.drafted_by = torch.full((max_num_reqs,), -1, dtype=torch.int32, device=device)
         self.modes = torch.zeros(max_num_reqs, dtype=torch.int32, device=device)

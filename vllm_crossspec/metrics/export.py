@@ -28,6 +28,8 @@ RAY_COPIES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 """Names of variables that vLLM's Ray executor hands to its workers, beside those that begin as vLLM's own."""
 
 PERIOD_SECONDS = 1.0
+FILE_BYTES = 1 << 20
+"""Of a worker's file: ten times what its series fill."""
 BACKLOGS = "crossspec:router_backlogs"
 
 _folder: tempfile.TemporaryDirectory[str] | None = None
@@ -70,10 +72,24 @@ def _use_shared_files() -> None:
     values.ValueClass = values.get_value_class()  # type: ignore[no-untyped-call]
 
 
+def _reserve_files() -> None:
+    """Let this process's files be on the disk before they are mapped.
+
+    They would begin as holes. On a full disk a write into one ends the process, and the engine with it.
+    """
+    folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
+    if folder is None or not hasattr(os, "posix_fallocate"):
+        return
+    for kind in ("counter", "histogram"):
+        with open(os.path.join(folder, f"{kind}_{os.getpid()}.db"), "ab") as file:
+            os.posix_fallocate(file.fileno(), 0, FILE_BYTES)
+
+
 def _make_counters() -> dict[str, Any]:
     from prometheus_client import REGISTRY, Counter, Histogram
 
     help_of = {
+        (): {"drafting_stops": "Times that drafting stopped for want of memory or of a file, until the next start"},
         ("drafter",): {
             "drafts": "Drafts verified",
             "draft_tokens": "Draft tokens verified",
@@ -125,8 +141,12 @@ def start_worker_export(
         routing: of a router, with ``clock``.
         clock: of a router's rounds.
         sizes: of adaptive trees, by drafter.
+
+    Raises:
+        OSError: the disk has no room for the files; nothing is published then.
     """
     _use_shared_files()
+    _reserve_files()
     arguments = (weakref.ref(counters), routing, clock, sizes or {}, Publisher(_make_counters(), engine))
     threading.Thread(target=_publish_forever, args=arguments, daemon=True, name="crossspec-metrics").start()
 
@@ -151,6 +171,7 @@ def _publish_forever(
                 current = counters.counts.to("cpu", non_blocking=False)
         publisher.add_acceptance(counters.describe(current))
         publisher.add_swaps(counters.swaps)
+        publisher.add_stop(counters.has_stopped)
         del counters
         if routing is not None and clock is not None:
             publisher.add_routing(routing.snapshot()["drafters"], dict(clock.seconds))
@@ -200,6 +221,10 @@ class Publisher:
         """How often each drafter got new weights."""
         for drafter, total in drafters.items():
             self._add("drafter_swaps", total, drafter)
+
+    def add_stop(self, has_stopped: bool) -> None:
+        """Whether drafting has stopped."""
+        self._add("drafting_stops", has_stopped)
 
     def add_routing(self, drafters: dict[str, dict[str, Any]], seconds: dict[str, float]) -> None:
         """``RoutingCounters.snapshot``'s by drafter, and seconds by stage."""

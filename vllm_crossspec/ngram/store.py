@@ -14,7 +14,9 @@ A leaf takes 6 bytes (5 with 8-bit codes), a node above it 10. For comparison, t
 import hashlib
 import json
 import math
+import os
 import warnings
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -241,6 +243,30 @@ def _check_model(header: Header, where: str, vocab_size: int | None, tokenizer: 
             f"{where} is for a vocabulary of {header.vocab_size} tokens and the model has {vocab_size}: "
             "build one with the model's own tokenizer"
         )
+
+
+class MappedFile:
+    """Sees that a file which is mapped into memory was not cut short: reading what is gone ends the process.
+
+    Args:
+        path: of the file, which is mapped already.
+        key: what the setting is called that named it, for messages.
+    """
+
+    def __init__(self, path: Path, key: str):
+        self.where = f"{key} {path}"
+        self._descriptor = os.open(path, os.O_RDONLY)  # of the file itself, whatever takes its name later
+        self._size = os.fstat(self._descriptor).st_size
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def check(self) -> None:
+        """Raises LostFileError where the file has shrunk; one call of the system."""
+        if os.fstat(self._descriptor).st_size < self._size:
+            raise LostFileError(f"{self.where} was cut short while it was in use: copy or build it again")
+
+
+class LostFileError(RuntimeError):
+    """A file that is read while texts are generated is no longer whole; one sentence."""
 
 
 def check_contents(store: NgramStore, where: str, chunk: int = 1 << 20) -> None:

@@ -113,14 +113,15 @@ def read_router(folder: str | Path, *, hidden_size: int, drafters: tuple[str, ..
         key: of the setting that named the folder, for messages.
 
     Returns:
-        The router, on the CPU, in the precision that it was saved in.
+        The router, on the CPU, in the precision that it was saved in; its own copy, for a mapped file changes what is
+        read of it when somebody writes another over it.
 
     Raises:
         ValueError: one sentence naming ``key`` and what is wrong; see :func:`check_router`.
     """
     facts = check_router(folder, hidden_size=hidden_size, drafters=drafters, key=key)
     tensors = load_file(Path(folder).expanduser() / TENSORS_FILE)
-    checkpoint = RouterCheckpoint(facts, *(tensors[name] for name in facts.shapes))
+    checkpoint = RouterCheckpoint(facts, *(tensors[name].clone() for name in facts.shapes))
     for name in facts.shapes:
         if not tensors[name].isfinite().all():
             raise ValueError(f"{key}: {name} of {folder} holds values that are no numbers; {_REMEDY} again")

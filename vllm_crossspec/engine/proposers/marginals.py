@@ -11,7 +11,7 @@ from vllm_crossspec.engine.draft_settings import DraftSettings
 from vllm_crossspec.engine.heads import NoiseKeys
 from vllm_crossspec.engine.proposers.base import Proposer, empty_tree, first_rows
 from vllm_crossspec.ngram.contexts import last_tokens
-from vllm_crossspec.ngram.store import NgramStore, open_store, place
+from vllm_crossspec.ngram.store import MappedFile, NgramStore, open_store, place
 from vllm_crossspec.tree.base import tree_kind
 from vllm_crossspec.tree.continuity import Scoring, product_scoring
 from vllm_crossspec.types import Candidates, StepInputs
@@ -33,7 +33,7 @@ class MarginalTrees:
         self.drafts, self.num_nodes = drafts, drafts.tree_nodes
         max_num_reqs = vllm_config.scheduler_config.max_num_seqs
         self.tree = empty_tree(max_num_reqs, drafts.num_nodes, device)
-        self.store = _placed_store(drafts, device)
+        self.store, self.file = _placed_store(drafts, device)
         width = self.store.order - 1 if self.store is not None else 1
         self.contexts = torch.full((max_num_reqs, width), -1, dtype=torch.int64, device=device)
         self._build = tree_kind(drafts.tree.type, "tree.type").load_builder(has_ngrams=self.store is not None)
@@ -53,9 +53,15 @@ class MarginalTrees:
         self.builder = self._build(**self.sizes) if isinstance(self._build, type) else None
 
     def read_contexts(self, step: StepInputs, req_states: Any) -> None:
-        """What n-grams go on from: the last known tokens of the batch; one launch before the drafter's forward."""
+        """What n-grams go on from: the last known tokens of the batch; one launch before the drafter's forward.
+
+        Raises:
+            LostFileError: the store's file was cut short, and is read where it is.
+        """
         if self.store is None or step.options.get("dummy_run"):
             return
+        if self.file is not None:
+            self.file.check()
         num_reqs = step.batch.num_reqs
         last_tokens(
             idx_mapping=step.batch.idx_mapping[:num_reqs],
@@ -111,13 +117,16 @@ def _scoring(drafts: DraftSettings) -> Scoring:
     return Scoring(ngram_weight, tree.logit_decay, tree.level_decay)
 
 
-def _placed_store(drafts: DraftSettings, device: torch.device) -> NgramStore | None:
-    ngram = drafts.ngram
+def _placed_store(drafts: DraftSettings, device: torch.device) -> tuple[NgramStore | None, MappedFile | None]:
+    """The store, and its file where that is what is read; a GPU has a copy."""
+    ngram, key = drafts.ngram, "speculative_config.ngram"
     if ngram is None:
-        return None
-    store = open_store(Path(ngram.model).expanduser(), key="speculative_config.ngram.model", order=ngram.order)
-    placement = "host" if device.type == "cpu" else ngram.placement
-    return place(store, placement, device, int(ngram.budget_gib * GIB), key="speculative_config.ngram.placement")
+        return None, None
+    path = Path(ngram.model).expanduser()
+    store = open_store(path, key=f"{key}.model", order=ngram.order)
+    if device.type == "cpu":
+        return store, MappedFile(path, f"{key}.model")
+    return place(store, ngram.placement, device, int(ngram.budget_gib * GIB), key=f"{key}.placement"), None
 
 
 def _stop_tokens(vllm_config: VllmConfig) -> tuple[int, ...]:

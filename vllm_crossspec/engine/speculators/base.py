@@ -26,6 +26,7 @@ from vllm_crossspec.engine.vllm_api.speculative import drafter_configs
 from vllm_crossspec.engine.vllm_api.stand_in import StandInSpeculator
 from vllm_crossspec.metrics.counters import AcceptanceCounters
 from vllm_crossspec.metrics.export import start_worker_export
+from vllm_crossspec.ngram.store import LostFileError
 from vllm_crossspec.types import NO_DRAFTS, Candidates, StepInputs
 
 # Under vLLM's own logger, so that its settings apply.
@@ -204,10 +205,31 @@ class Speculator(StandInSpeculator):
     def propose(self, *arguments: Any, **options: Any) -> torch.Tensor:
         """One round of drafting (vLLM's protocol, whose arguments ``vllm_api.propose`` names).
 
+        Where a round runs out of memory, or a file that it reads is gone, drafting stops and generation goes on.
+
         Returns:
             int64 [R, N] draft tokens as the scheduler plans them; N is the longest drafter's.
         """
-        return self.round(step_inputs(*arguments, **options))
+        step, state = step_inputs(*arguments, **options), self.kept.state
+        if state is None or step.is_dummy:
+            return self.round(step)
+        if not state.has_stopped:
+            try:
+                return self.round(step)
+            except (torch.OutOfMemoryError, LostFileError) as problem:
+                if self.vllm_config.parallel_config.world_size > 1:  # the other ranks draft on
+                    raise
+                self._stop(state, problem)
+        return self.kept.nothing(step.batch.num_reqs, step.num_scheduled)
+
+    def _stop(self, state: DraftState, problem: Exception) -> None:
+        """Draft nothing any more: a round that was left half way cannot be gone on from."""
+        state.stop()
+        self.counters.has_stopped = True
+        logger.error(
+            "crossspec: drafting has stopped, and texts go on without drafts until the engine is started again: %s",
+            " ".join(str(problem).split()),
+        )
 
     def step_of(self, name: str, step: StepInputs) -> StepInputs:
         """A step as one drafter takes it: with the states that it taps, and with options of its own."""
@@ -293,4 +315,7 @@ class Speculator(StandInSpeculator):
         parallel = self.vllm_config.parallel_config
         if parallel.rank == 0:
             published = {key: v for feature in self.features.values() for key, v in feature.published().items()}
-            start_worker_export(self.counters, parallel.data_parallel_index, **published)
+            try:
+                start_worker_export(self.counters, parallel.data_parallel_index, **published)
+            except OSError as problem:
+                logger.warning("crossspec: /metrics has no counters of ours, for want of room: %s", problem)

@@ -22,7 +22,12 @@ class LiveDraftTokensHandler(DraftTokensHandler):
         self.columns = torch.arange(state.num_rows - 1, dtype=torch.int32, device=device)
 
     def set_draft_tokens(self, input_batch: Any, draft_tokens: torch.Tensor) -> None:
-        """Take the round's draft tokens [R, n]; -1 past the live ones where a grammar will read them."""
+        """Take the round's draft tokens [R, n]; -1 past the live ones where a grammar will read them.
+
+        Once drafting has stopped there are none, and without asynchronous scheduling none are planned.
+        """
+        if self.state.has_stopped:
+            draft_tokens = draft_tokens[:, :0]
         if input_batch.has_structured_output_reqs:
             live = self.state.sizes[input_batch.idx_mapping]
             dead = self.columns[None, : draft_tokens.shape[1]] >= live[:, None]
