@@ -33,7 +33,7 @@ KINDS = [
     {"temperature": 0.0, "extra_body": {"vllm_xargs": {"crossspec": "off"}}},
     {"temperature": 1.0, "seed": 3, "extra_body": {"vllm_xargs": {"crossspec": "chain"}}},
 ]
-SERVER = ["--max-num-seqs", str(CONCURRENCY), "--max-num-batched-tokens", "1024"]
+SERVER = ["--max-num-seqs", str(CONCURRENCY), "--max-num-batched-tokens", "1024", "--block-size", "32"]
 SPEC = {
     "method": "whiflash",
     "drafters": {
