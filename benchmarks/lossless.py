@@ -197,7 +197,7 @@ def hunt(given: argparse.Namespace, plain: Plain, console: Console) -> dict[str,
     numbers = range(given.first, given.first + -(-given.texts // given.each))
     pairs: Counter[str] = Counter()
     totals: Counter[str] = Counter()
-    refused, found = [], []
+    refused, found, began = [], [], time.time()
     columns = (TextColumn("[progress.description]{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
         task = bar.add_task("texts", total=len(numbers) * given.each)
@@ -222,7 +222,17 @@ def hunt(given: argparse.Namespace, plain: Plain, console: Console) -> dict[str,
                 bar.update(task, advance=given.each, description=f"texts, {len(found)} differing")
             if not console.is_terminal:
                 console.print(f"{totals['texts']} texts, {len(found)} differing, {len(refused)} cases refused")
-    return {"differing": len(found), **totals, "found": found, "refused": refused, "pairs": dict(pairs)}
+            document = {"differing": len(found), **totals, "found": found, "refused": refused, "pairs": dict(pairs)}
+            _write(given, document, began)
+    return document
+
+
+def _write(given: argparse.Namespace, document: dict[str, Any], began: float) -> None:
+    """So far: a hunt takes hours."""
+    seconds = round(time.time() - began)
+    if given.json:
+        document = {"seed": given.seed, "first": given.first, "each": given.each, **document, "seconds": seconds}
+        given.json.write_text(json.dumps(document, indent=1) + "\n")
 
 
 def _write_found(given: argparse.Namespace, number: int, case: Case, plain: Plain, console: Console) -> None:
@@ -245,7 +255,7 @@ def near_ties(given: argparse.Namespace, console: Console) -> dict[str, Any]:
     hunt_cases.ENGINE["dtype"] = "bfloat16"
     together, alone = Plain(dtype="bfloat16", max_num_seqs=8), Plain(dtype="bfloat16", max_num_seqs=1)
     gaps: dict[str, list[float]] = {"plain, eight at a time": [], "ours": []}
-    count = 0
+    count, began = 0, time.time()
     for number in range(given.first, given.first + -(-given.texts // given.each)):
         case = hunt_cases.draw(given.seed, number, given.each)
         case["requests"] = [
@@ -262,9 +272,15 @@ def near_ties(given: argparse.Namespace, console: Console) -> dict[str, Any]:
                 if step is not None:
                     gaps[name].append(scores[step][tokens[step]] - scores[step].get(text[step], float("-inf")))
         console.print(f"{count} texts; differing: " + ", ".join(f"{name} {len(own)}" for name, own in gaps.items()))
+        document = {
+            "texts": count,
+            "gaps": gaps,
+            "largest": {name: max(own, default=0.0) for name, own in gaps.items()},
+        }
+        _write(given, document, began)
     for process in (together, alone):
         process.close()
-    return {"texts": count, "gaps": gaps, "largest": {name: max(own, default=0.0) for name, own in gaps.items()}}
+    return document
 
 
 def main() -> int:
@@ -281,17 +297,13 @@ def main() -> int:
     if given.texts < 1 or given.each < 1:
         parser.error("--texts and --each are 1 or more")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    console, began = Console(stderr=True), time.time()
+    console = Console(stderr=True)
     if given.dtype == "bfloat16":
         document = near_ties(given, console)
     else:
         plain = Plain()
         document = hunt(given, plain, console)
         plain.close()
-    document = {"seed": given.seed, "first": given.first, "each": given.each, **document}
-    document["seconds"] = round(time.time() - began)
-    if given.json:
-        given.json.write_text(json.dumps(document, indent=1) + "\n")
     print(json.dumps({key: value for key, value in document.items() if key not in ("pairs", "found", "gaps")}))
     return int(bool(document.get("differing")))
 

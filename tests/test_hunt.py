@@ -95,7 +95,7 @@ class Answers:
 def test_hunt_finds_a_broken_engine_and_writes_the_case_as_a_test(tmp_path, monkeypatch):
     """Seen with a mask that lets siblings see each other; mended, the same case has plain's text."""
     monkeypatch.setattr(hunt_cases, "draw", lambda seed, number, count: SMALL)
-    given = Namespace(texts=6, each=6, first=0, seed=9, shrink=False, found=tmp_path)
+    given = Namespace(texts=6, each=6, first=0, seed=9, shrink=False, found=tmp_path, json=tmp_path / "so far")
     original = hunt_cases.answers
 
     def broken(llm, requests, is_plain=False):
@@ -109,11 +109,12 @@ def test_hunt_finds_a_broken_engine_and_writes_the_case_as_a_test(tmp_path, monk
 
     sound = lossless.hunt(given, Answers(), Console(stderr=True))
     assert sound["differing"] == 0 and sound["texts"] == 6 and sound["accepted_tokens"] > 20
-    assert not list(tmp_path.iterdir())
+    assert json.loads((tmp_path / "so far").read_text())["texts"] == 6
+    assert not list(tmp_path.glob("*.json"))
     monkeypatch.setattr(hunt_cases, "answers", broken)
     document = lossless.hunt(given, Answers(), Console(stderr=True))
     assert document["differing"] > 0 and document["found"][0]["case"] == 0
-    (file,) = tmp_path.iterdir()
+    (file,) = tmp_path.glob("*.json")
     assert json.loads(file.read_text()) == SMALL
 
 
