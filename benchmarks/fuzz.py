@@ -6,11 +6,13 @@
 
 Inputs are made by atheris (libFuzzer), which changes good files and keeps what reaches new lines of ours; the corpus
 folder is begun with a good file and can be gone on from. An input that ends in anything but a ValueError of one line,
-takes more than 10 seconds of a core or 2 GiB is written to the corpus's folder, and the command exits with its libFuzzer status.
+takes more than 10 seconds of a core or 2 GiB is written to the corpus's folder, and the command exits with libFuzzer's
+status.
 """
 
 import argparse
 import json
+import shutil
 import sys
 import tempfile
 import time
@@ -30,6 +32,7 @@ HANGS = 300
 VOCAB_SIZE = 40
 COMPILED = "vllm_crossspec.ngram.compiled"
 """By numba, which does not compile what atheris has changed."""
+HEAD = "flashhead-eagle3"
 NATIVE_METHODS = ("eagle3", "dflash", "draft_model", "ngram")
 NATIVE_KEYS = ("model", "num_speculative_tokens", "draft_tensor_parallel_size", "quantization")
 SPEC = {
@@ -158,6 +161,73 @@ def _read_config(path: Path) -> None:
             one_line(problem)
 
 
+def _clusters() -> list[bytes]:
+    from vllm_crossspec.heads.flashhead.assets import TENSORS_FILE, Assets, save_assets
+
+    with tempfile.TemporaryDirectory() as folder:
+        centroids = torch.tensor([[1.0, 2.0, 0.5], [0.1, 1.0, 3.0]])
+        save_assets(folder, Assets(centroids, torch.arange(8).view(2, 4), (0, 3), 1, {}))
+        return [next(Path(folder).rglob(TENSORS_FILE)).read_bytes()]
+
+
+def _read_clusters(path: Path) -> None:
+    from vllm_crossspec.heads.flashhead.assets import TENSORS_FILE, read_assets
+
+    folder = path.with_suffix(".clusters")
+    folder.mkdir(exist_ok=True)
+    (folder / TENSORS_FILE).write_bytes(path.read_bytes())
+    read_assets(folder)
+
+
+def _read_heads(path: Path) -> None:
+    from vllm_crossspec.heads.flashhead.assets import CONFIG_FILE, read_assets
+
+    folder = path.with_suffix(".head")
+    shutil.copytree(POCKET / HEAD, folder, dirs_exist_ok=True)
+    (folder / CONFIG_FILE).write_bytes(path.read_bytes())
+    read_assets(folder)
+
+
+def _costs() -> list[bytes]:
+    table = [[0.1, 0.2], [0.3, 0.4]]
+    costs = {"drafters": ["a", "b"], "owners": ["a", "a"], "batch_sizes": [1, 8]}
+    return [json.dumps(costs | dict.fromkeys(("draft", "verify", "switch"), table)).encode()]
+
+
+def _read_costs(path: Path) -> None:
+    from vllm_crossspec.router.costs import read_costs
+
+    read_costs(path, ("a", "b"), "router.costs")
+
+
+def _rows() -> list[bytes]:
+    ours = [{"prompt": "a", "id": 1, "seed": 3}, {"messages": [{"role": "user", "content": "b"}], "sampling": {}}]
+    body = {"model": "m", "prompt": "a", "max_tokens": 3}
+    openai = [{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}]
+    return ["\n".join(map(json.dumps, rows)).encode() for rows in (ours, openai)]
+
+
+def _read_rows(path: Path) -> None:
+    from vllm_crossspec.cli.batch_rows import read_requests
+
+    read_requests(path)
+
+
+def _read_request(path: Path) -> None:
+    from vllm import SamplingParams
+
+    from vllm_crossspec.engine.requests import category_number, check_request, draft_mode, opted_out
+
+    asked = _json(path)
+    if not isinstance(asked, dict):
+        return
+    sampling, categories = SamplingParams(extra_args=asked), ("law", "math")
+    check_request(sampling, categories)
+    draft_mode(sampling)
+    opted_out(sampling)
+    category_number(sampling, categories)
+
+
 def one_line(problem: ValueError) -> None:
     if "\n" in str(problem) or not str(problem):
         raise AssertionError(f"not one sentence: {problem!r}") from problem
@@ -171,6 +241,21 @@ TARGETS = {
     ),
     "calibration": Target("HeteroSpec's calibration", _calibrations, _read_calibration, ("vllm_crossspec.adaptive",)),
     "router": Target("a router's router.json", _routers, _read_router, ("vllm_crossspec.router.checkpoint",)),
+    "clusters": Target("FlashHead's clusters", _clusters, _read_clusters, ("vllm_crossspec.heads",)),
+    "head": Target(
+        "FlashHead's config.json",
+        lambda: [(POCKET / HEAD / "config.json").read_bytes()],
+        _read_heads,
+        ("vllm_crossspec.heads",),
+    ),
+    "costs": Target("a router's costs", _costs, _read_costs, ("vllm_crossspec.router.costs",)),
+    "rows": Target("rows of `crossspec batch`", _rows, _read_rows, ("vllm_crossspec.cli",)),
+    "request": Target(
+        "a request's extra arguments",
+        lambda: [json.dumps(asked).encode() for asked in ({"crossspec": "off"}, {"crossspec_category": "law"})],
+        _read_request,
+        ("vllm_crossspec.engine.requests",),
+    ),
     "config": Target("a drafter's config.json, by every kind", _configs, _read_config, ("vllm_crossspec.drafters",)),
 }
 

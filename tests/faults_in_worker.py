@@ -1,7 +1,5 @@
 """What a test breaks in the worker of a server; vLLM adds it by ``--worker-extension-cls``."""
 
-from typing import Any
-
 import sabotage
 
 
@@ -12,6 +10,6 @@ class Faults:
         """See ``sabotage``."""
         sabotage.run_out_of_memory(self, after)
 
-    def count_roots(self) -> Any:
-        """Slots whose request the worker still knows."""
+    def count_requests(self) -> int:
+        """That the worker knows of: each has a slot."""
         return len(self.model_runner.req_states.req_id_to_index)  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import engines
 
@@ -49,6 +50,17 @@ class Server(NamedTuple):
         with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=60) as answer:
             return answer.read().decode()
 
+    def post(self, path: str, body: Any) -> tuple[int, str]:
+        """Status and text of the answer to a JSON value, or to bytes as they are."""
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(f"http://127.0.0.1:{self.port}{path}", content, headers)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as refused:
+            return refused.code, refused.read().decode()
+
     def metric(self, name: str, **labels: str) -> float:
         """Sum of a metric's samples that carry these labels."""
         total = 0.0
@@ -81,6 +93,17 @@ class Server(NamedTuple):
 def serving(spec: dict[str, Any] | None, *extra: str) -> contextlib.AbstractContextManager[Server]:
     """A server of the pocket target."""
     return started(command(spec, *extra))
+
+
+@contextlib.contextmanager
+def serving_with_faults(spec: dict[str, Any] | None, *extra: str) -> Iterator[Server]:
+    """The same, whose worker takes the calls of ``faults_in_worker``."""
+    path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+    with (
+        mock.patch.dict(os.environ, {"VLLM_SERVER_DEV_MODE": "1", "PYTHONPATH": path}),
+        serving(spec, *extra, "--worker-extension-cls", "faults_in_worker.Faults") as server,
+    ):
+        yield server
 
 
 @contextlib.contextmanager

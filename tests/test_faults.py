@@ -11,8 +11,6 @@ import shutil
 import socket
 import time
 import urllib.error
-import urllib.request
-from pathlib import Path
 
 import engines
 import openai
@@ -20,7 +18,7 @@ import psutil
 import pytest
 import sabotage
 import torch
-from servers import serving
+from servers import serving, serving_with_faults
 from test_trees import SETTINGS, answers, mixed_requests
 
 pytestmark = pytest.mark.e2e
@@ -180,12 +178,9 @@ def server(router_folder):
     """One server for all faults that it outlives; the last of them stops its drafting."""
     drafters = {"eagle3": {"model": str(engines.EAGLE3), "tree": {"num_nodes": 20}}, "dflash": DFLASH_TREE}
     router = {"policy": "neural", "model": str(router_folder), "threshold": 0.0}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_SERVER_DEV_MODE", "1")
-        patch.setenv("PYTHONPATH", os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]))
-        spec = {"method": "whiflash", "drafters": drafters, "router": router}
-        with serving(spec, *SETTINGS_OF_SERVER, "--worker-extension-cls", "faults_in_worker.Faults") as running:
-            yield running
+    spec = {"method": "whiflash", "drafters": drafters, "router": router}
+    with serving_with_faults(spec, *SETTINGS_OF_SERVER) as running:
+        yield running
 
 
 DFLASH_TREE = {
@@ -200,18 +195,6 @@ def ask(server, prompt, max_tokens=24, **more):
         model="pocket", prompt=prompt, max_tokens=max_tokens, temperature=0, **more
     )
     return answer.choices[0].text
-
-
-def post(server, path, body, timeout=60):
-    """Status and text of an answer."""
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json"}
-    request = urllib.request.Request(f"http://127.0.0.1:{server.port}{path}", content, headers)
-    try:
-        with urllib.request.urlopen(request, timeout=timeout) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as refused:
-        return refused.code, refused.read().decode()
 
 
 def health(server):
@@ -234,7 +217,7 @@ def recovered(server, questions, texts):
         assert time.monotonic() - began < RECOVERY_SECONDS, left
         time.sleep(0.1)
     assert health(server) == 200
-    assert json.loads(post(server, "/collective_rpc", {"method": "count_roots"})[1])["results"] == ["0"]
+    assert json.loads(server.post("/collective_rpc", {"method": "count_requests"})[1])["results"] == ["0"]
     return time.monotonic() - began
 
 
@@ -301,7 +284,7 @@ def test_fault_flood_of_bad_requests(server, questions, texts):
     def refused(number):
         body = BAD_BODIES[number % len(BAD_BODIES)]
         body = {"model": "pocket", **body} if isinstance(body, dict) else body
-        return number % len(BAD_BODIES), *post(server, "/v1/completions", body)
+        return number % len(BAD_BODIES), *server.post("/v1/completions", body)
 
     with concurrent.futures.ThreadPoolExecutor(32) as pool:
         answers = pool.map(refused, range(20 * len(BAD_BODIES)))
@@ -346,7 +329,7 @@ def test_fault_no_memory_for_a_draft_of_a_server(server, questions, texts):
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         answers = pool.map(lambda question: ask(server, question, 300, extra_body={"ignore_eos": True}), questions)
         time.sleep(1)
-        assert post(server, "/collective_rpc", {"method": "run_out_of_memory", "args": [3]})[0] == 200
+        assert server.post("/collective_rpc", {"method": "run_out_of_memory", "args": [3]})[0] == 200
         assert list(answers) == texts[300]
     seconds = recovered(server, questions, texts)
     assert server.wait_for_metric("crossspec:drafting_stops_total", above=0) == 1

@@ -1,7 +1,9 @@
 """What becomes n-gram stores: .trie files, builds that were killed; and `crossspec ngram`."""
 
+import faulthandler
 import json
 import os
+import shutil
 import signal
 import struct
 import subprocess
@@ -9,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import engines
 import numpy as np
 import pytest
 import torch
@@ -20,7 +23,7 @@ from vllm_crossspec.ngram import build as builder
 from vllm_crossspec.ngram.build import build, make_plan
 from vllm_crossspec.ngram.inputs import load_tokenizer
 from vllm_crossspec.ngram.lookup import look_up
-from vllm_crossspec.ngram.store import check_contents, open_store
+from vllm_crossspec.ngram.store import LostFileError, MappedFile, check_contents, open_store
 from vllm_crossspec.ngram.trie import import_trie
 
 POCKET = Path(builder.__file__).parents[1] / "pocket" / "target"
@@ -182,6 +185,27 @@ builder.write_runs = slow
 folder = Path(sys.argv[1])
 builder.build(builder.make_plan([folder / "ids.npy"], vocab_size=40, piece_size=100), folder / "out", memory=20_000)
 """
+
+
+def test_a_mapped_store_that_is_cut_short_is_noticed(tmp_path):
+    """Negative control: whoever reads on is ended by the system. A file that takes its name is another one."""
+    path = tmp_path / "store.safetensors"
+    shutil.copy(engines.NGRAM, path)
+    store, file = open_store(path), MappedFile(path, "ngram.model")
+    shutil.copy(engines.NGRAM, tmp_path / "new")
+    os.replace(tmp_path / "new", path)
+    os.truncate(path, 100)
+    file.check()
+    check_contents(store, "the store")
+    store, file = open_store(shutil.copy(engines.NGRAM, path)), MappedFile(path, "ngram.model")
+    os.truncate(path, 100)
+    with pytest.raises(LostFileError, match="ngram.model .* was cut short while it was in use"):
+        file.check()
+    if (child := os.fork()) == 0:
+        faulthandler.disable()
+        check_contents(store, "the store")
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGBUS
 
 
 @pytest.mark.slow

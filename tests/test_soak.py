@@ -1,11 +1,13 @@
 """A router's arms under `vllm serve` with every kind of request at once: right answers, no lost blocks, no growing
 memory. Two drafters with caches, a form of one, a lookup that keeps answers, and nothing.
 
-CROSSSPEC_SOAK_SECONDS says for how long; 40 seconds by default.
+CROSSSPEC_SOAK_SECONDS says for how long (40 by default), or CROSSSPEC_SOAK_REQUESTS how many requests;
+CROSSSPEC_SOAK_CONCURRENCY how many at once (16 by default). CROSSSPEC_SOAK_FILE is a JSON file for what was seen.
 """
 
 import concurrent.futures
 import itertools
+import json
 import os
 import threading
 import time
@@ -13,14 +15,16 @@ from pathlib import Path
 
 import engines
 import pytest
-from servers import serving
+from servers import serving_with_faults
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 pytestmark = pytest.mark.e2e
 
+REQUESTS = int(os.environ.get("CROSSSPEC_SOAK_REQUESTS", "0"))
+PROMPTS = 40 if REQUESTS else 4
 SECONDS = float(os.environ.get("CROSSSPEC_SOAK_SECONDS", "40"))
-CONCURRENCY = 16
+CONCURRENCY = int(os.environ.get("CROSSSPEC_SOAK_CONCURRENCY", "16"))
 KINDS = [
     {"temperature": 0.0},
     {"temperature": 1.0, "seed": 1},
@@ -29,7 +33,7 @@ KINDS = [
     {"temperature": 0.0, "extra_body": {"vllm_xargs": {"crossspec": "off"}}},
     {"temperature": 1.0, "seed": 3, "extra_body": {"vllm_xargs": {"crossspec": "chain"}}},
 ]
-SERVER = ["--max-num-seqs", str(CONCURRENCY), "--max-num-batched-tokens", "1024"]
+SERVER = ["--max-num-seqs", str(CONCURRENCY), "--max-num-batched-tokens", "1024", "--block-size", "32"]
 SPEC = {
     "method": "whiflash",
     "drafters": {
@@ -43,8 +47,10 @@ SPEC = {
 }
 DRAFTERS = ["eagle3", "chain", "dflash", "suffix"]
 MAX_TOKENS = 24
-GROWTH = 48 << 20
-"""Bytes by which the processes may grow in the second half."""
+PARTS = 4 if REQUESTS else 2
+"""Between which the server is left alone until nothing runs, and looked at."""
+GROWTH_MIB = 48
+"""By which the processes may grow in the second half."""
 ENVIRONMENT = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 20),
     "MALLOC_ARENA_MAX": "1",
@@ -90,46 +96,81 @@ def idle_usage(server):
     raise AssertionError("requests still run a minute after the last answer")
 
 
-def soak(server, prompts, expected, seconds):
-    """Keep the server busy; the number of answers. Every one is compared."""
-    deadline, numbers, lock = time.monotonic() + seconds, itertools.count(), threading.Lock()
+def soak(server, prompts, expected, part):
+    """Keep the server busy for a part of the time, or of the requests; answers and those who left. All are compared."""
+    deadline, numbers, lock = time.monotonic() + SECONDS / PARTS, itertools.count(), threading.Lock()
+
+    def goes_on(number):
+        return number < REQUESTS // PARTS if REQUESTS else time.monotonic() < deadline
 
     def work(client):
-        answered = 0
-        while time.monotonic() < deadline:
+        answered = left = 0
+        while True:
             with lock:
                 number = next(numbers)
+            if not goes_on(number):
+                return answered, left
+            number += part * (REQUESTS // PARTS)
             prompt, kind = number % len(prompts), number // len(prompts) % len(KINDS)
             if number % 11 == 10:
                 leave(client, prompts[prompt])
+                left += 1
                 continue
             assert complete(client, prompts[prompt], KINDS[kind]) == expected[prompt, kind], (prompt, kind)
             answered += 1
-        return answered
 
     with concurrent.futures.ThreadPoolExecutor(CONCURRENCY) as pool:
-        return sum(pool.map(work, [server.client() for _ in range(CONCURRENCY)]))
+        return tuple(map(sum, zip(*pool.map(work, [server.client() for _ in range(CONCURRENCY)]), strict=True)))
+
+
+def known_requests(server):
+    """How many the worker still knows of."""
+    return json.loads(server.post("/collective_rpc", {"method": "count_requests"})[1])["results"]
 
 
 def test_mixed_requests_for_a_while(monkeypatch):
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    prompts = engines.prompts(4)
+    prompts = sharing(engines.prompts(PROMPTS))
     wanted = [(p, k) for p in range(len(prompts)) for k in range(len(KINDS))]
     expected = plain_texts(prompts, wanted)
-    with serving(SPEC, *SERVER) as server:
+    began = time.monotonic()
+    with serving_with_faults(SPEC, *SERVER) as server:
         group = os.getpgid(server.process.pid)
         assert once(server, prompts, wanted) == expected
-        answers, resident = [], []
-        for _ in range(2):
-            answers.append(soak(server, prompts, expected, SECONDS / 2))
-            assert idle_usage(server) == 0
-            resident.append(resident_bytes(group))
-        routed = {name: server.metric("crossspec:router_decisions_total", drafter=name) for name in SPEC["drafters"]}
-        print(f"{answers} answers, {[round(size / 2**20) for size in resident]} MiB after each half, rounds {routed}")
-        assert min(routed[name] for name in DRAFTERS) > 0, "every drafter has drafted"
-        assert sum(answers) > CONCURRENCY
-        assert resident[1] - resident[0] < GROWTH
+        parts, resident, usage = [], [], []
+        for part in range(PARTS):
+            parts.append(soak(server, prompts, expected, part))
+            usage.append(idle_usage(server))
+            resident.append(round(resident_bytes(group) / 2**20))
+        seen = {
+            "answers": sum(answers for answers, _ in parts),
+            "left": sum(left for _, left in parts),
+            "concurrency": CONCURRENCY,
+            "prompts": len(prompts),
+            "seconds": round(time.monotonic() - began),
+            "resident_mib": resident,
+            "blocks_in_use": usage,
+            "known_requests": known_requests(server),
+            "decisions": {
+                name: server.metric("crossspec:router_decisions_total", drafter=name) for name in SPEC["drafters"]
+            },
+            "prefix_hits": server.metric("vllm:prefix_cache_hits_total"),
+            "preemptions": server.metric("vllm:num_preemptions_total"),
+        }
+    print(seen)
+    if file := os.environ.get("CROSSSPEC_SOAK_FILE"):
+        Path(file).write_text(json.dumps(seen, indent=1) + "\n")
+    assert usage == [0] * PARTS and seen["known_requests"] == ["0"]
+    assert min(seen["decisions"][name] for name in DRAFTERS) > 0, "every drafter has drafted"
+    assert seen["answers"] > CONCURRENCY and seen["prefix_hits"] > 0
+    assert resident[-1] - resident[PARTS // 2 - 1] < GROWTH_MIB
+
+
+def sharing(prompts):
+    """Every second one behind a text that these have in common, longer than a block of the cache."""
+    common = prompts[0].removesuffix("<|im_end|>\n<|im_start|>assistant\n")
+    return [f"{common}\n{p.removeprefix('<|im_start|>user' + chr(10))}" if n % 2 else p for n, p in enumerate(prompts)]
 
 
 def plain_texts(prompts, wanted):

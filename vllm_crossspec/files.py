@@ -3,7 +3,7 @@
 import contextlib
 import json
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Parsed = TypeVar("Parsed")
 
-_OF_TRAINING = ("training_args.bin", "optimizer.bin", "scheduler.bin")
+_OF_TRAINING = ("training_args.bin", "optimizer.bin")
 """What trainers leave beside weights, as pickles of their own objects; vLLM reads none of them, either."""
 
 
@@ -30,6 +30,20 @@ def write_json(path: Path, content: Any, indent: int = 2) -> None:
     """Write JSON for readers, whole or not at all."""
     with replacing(path) as partial:
         partial.write_text(json.dumps(content, indent=indent) + "\n")
+
+
+def write_tensors(path: Path, tensors: "Mapping[str, torch.Tensor]", metadata: dict[str, str] | None = None) -> None:
+    """Write contiguous tensors in safetensors' format.
+
+    Raises:
+        OSError: the disk is full, or the like; safetensors has an error of its own for that.
+    """
+    from safetensors.torch import save_file  # it imports torch, which commands that write no tensors do without
+
+    try:
+        save_file(dict(tensors), path, metadata)
+    except SafetensorError as problem:
+        raise OSError(f"{path}: {problem}") from None
 
 
 def read_json(file: Path, where: str) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load, save_file
+from safetensors.torch import load
 
-from vllm_crossspec.files import replacing
+from vllm_crossspec.files import replacing, write_tensors
 
 FORMAT_VERSION = 1
 
@@ -52,7 +52,7 @@ def write_shard(path: Path, tensors: Mapping[str, torch.Tensor], facts: Any, tex
     """Write a shard whole or not at all; ``facts`` and ``texts`` become JSON."""
     metadata = {"format_version": str(FORMAT_VERSION), "facts": json.dumps(facts), "texts": json.dumps(texts)}
     with replacing(path) as partial:
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, metadata)
+        write_tensors(partial, {name: tensor.contiguous() for name, tensor in tensors.items()}, metadata)
 
 
 def read_shards(

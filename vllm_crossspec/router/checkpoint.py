@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from vllm_crossspec.files import open_tensors, read_versioned, write_json
+from vllm_crossspec.files import open_tensors, read_versioned, write_json, write_tensors
 
 FORMAT_VERSION = 1
 FACTS_FILE, TENSORS_FILE = "router.json", "model.safetensors"
@@ -96,7 +96,7 @@ def save_router(folder: str | Path, checkpoint: RouterCheckpoint) -> None:
         assert tensors[name].shape == shape, (name, tensors[name].shape, shape)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}, folder / TENSORS_FILE)
+    write_tensors(folder / TENSORS_FILE, {name: x.detach().cpu().contiguous() for name, x in tensors.items()})
     content = {"format_version": FORMAT_VERSION, **asdict(facts)}
     if facts.entropy_gain is not None:
         content["entropy_gain"] = facts.entropy_gain._asdict()

@@ -12,10 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
 from torch import nn
 
-from vllm_crossspec.files import write_json
+from vllm_crossspec.files import write_json, write_tensors
 
 
 class RMSNorm(nn.Module):
@@ -262,5 +261,5 @@ def write_drafter(folder: Path, config: dict[str, Any], tensors: dict[str, torch
         for name, x in tensors.items()
     }
     with replacing(folder) as fresh:
-        save_file(half, fresh / "model.safetensors", metadata={"format": "pt"})
+        write_tensors(fresh / "model.safetensors", half, {"format": "pt"})
         write_json(fresh / "config.json", config)

@@ -65,7 +65,7 @@ def run_job(argv: list[str], run: Callable[[dict[str, Any], Emit], None]) -> int
 
     try:
         run(job, emit)
-    except ValueError as problem:
+    except (ValueError, OSError) as problem:
         emit("error", message=sentence(problem))
         raise
     return 0
