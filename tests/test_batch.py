@@ -82,6 +82,8 @@ BAD_ROWS = {
     '`messages` must be a list of {"role"': [{"messages": "hello"}],
     "`sampling` must be an object": [{"prompt": "a", "sampling": 0.7}],
     "line 2: `id` 1 is that of .*line 1, too": [{"prompt": "a", "id": 1}, {"prompt": "b", "id": 1}],
+    "line 1: `id` must be a text or a number": [{"prompt": "a", "id": [1]}],
+    "`url` is \\['/v1/completions'\\]: write POST": [{"custom_id": "a", "url": ["/v1/completions"], "body": {}}],
     "line 2: `custom_id` 'a' is that of": [openai("a"), openai("a")],
     "do not go together: split the file": [openai("a"), {"prompt": "a"}],
     "OpenAI's batch format has no `bodi`; did you mean 'body'": [{"custom_id": "a", "bodi": {}}],

@@ -52,8 +52,10 @@ def read_requests(path: Path, keep: Collection[str] = ()) -> list[Request]:
         request = _openai(row, where) if "custom_id" in row else _own(row, where, keep)
         if requests and (request["url"] is None) != (requests[0]["url"] is None):
             raise ValueError(f"{where}: rows of OpenAI's batch format and others do not go together: split the file")
-        if request["id"] is not None and seen.setdefault(request["id"], where) != where:
-            key, first = "id" if request["url"] is None else "custom_id", seen[request["id"]]
+        key = "id" if request["url"] is None else "custom_id"
+        if not isinstance(request["id"], str | int | float | None):
+            raise ValueError(f"{where}: `{key}` must be a text or a number, not {request['id']!r}")
+        if request["id"] is not None and (first := seen.setdefault(request["id"], where)) != where:
             raise ValueError(f"{where}: `{key}` {request['id']!r} is that of {first}, too: give each row its own")
         requests.append({"row": number, **request})
     if not requests:
@@ -111,7 +113,7 @@ def _openai(row: dict[str, Any], where: str) -> Request:
             known = nearest(column, OPENAI_COLUMNS)
             raise ValueError(f"{where}: OpenAI's batch format has no `{column}`{known}")
     url, body = row.get("url"), row.get("body")
-    if row.get("method", "POST") != "POST" or url not in URLS:
+    if row.get("method", "POST") != "POST" or not isinstance(url, str) or url not in URLS:
         raise ValueError(f"{where}: `url` is {url!r}: write POST and one of {', '.join(URLS)}")
     if not isinstance(body, dict):
         raise ValueError(f"{where} needs `body`, an object with `{URLS[url]}`")

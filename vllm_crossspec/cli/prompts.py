@@ -70,6 +70,8 @@ def _rows(text: str, path: Path) -> Iterator[tuple[Row, str]]:
             found = [(row, f"{path}, entry {n}") for n, row in enumerate(json.loads(text), 1)]
         except json.JSONDecodeError as problem:
             raise ValueError(f"{path}, line {problem.lineno} is not JSON ({problem.msg}): write one list") from problem
+        except RecursionError:
+            raise ValueError(f"{path} is JSON of too many levels: write one list of objects") from None
     else:
         # Not splitlines(): a text may hold U+2028 and the like.
         lines = [(line, f"{path}, line {n}") for n, line in enumerate(text.split("\n"), 1) if line.strip()]
@@ -85,6 +87,8 @@ def _parse(line: str, where: str) -> Any:
         return json.loads(line)
     except json.JSONDecodeError as problem:
         raise ValueError(f"{where} is not JSON ({problem.msg}): write one object a line") from problem
+    except RecursionError:
+        raise ValueError(f"{where} is JSON of too many levels: write one object a line") from None
 
 
 MARKS = {

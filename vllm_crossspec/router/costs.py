@@ -119,7 +119,7 @@ def read_costs(file: str | Path, drafters: Sequence[str], key: str) -> RoundCost
     where = f"{key} {file}"
     try:
         found = json.loads(Path(file).read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as problem:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as problem:
         raise ValueError(f"{where} is no file of costs that `crossspec costs` writes: {problem}") from problem
     return parse_costs(found, drafters, where)
 
