@@ -269,7 +269,13 @@ def _retrieval_proposers(worker: Any) -> list[Any]:
 def _dense_head(proposer: Any) -> Any:
     from vllm_crossspec.engine.heads import make_head
 
-    return make_head(proposer.model, proposer.drafts._replace(head=None), max_rows=0, folder="")
+    return make_head(
+        proposer.model,
+        proposer.drafts._replace(head=None),
+        max_rows=0,
+        folder="",
+        vocab_size=proposer.engine_config.model_config.get_vocab_size(),
+    )
 
 
 def use_dense_head(worker: Any) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -12,6 +13,9 @@ if TYPE_CHECKING:
     import torch
 
 Parsed = TypeVar("Parsed")
+
+_OF_TRAINING = ("training_args.bin", "optimizer.bin")
+"""What trainers leave beside weights, as pickles of their own objects; vLLM reads none of them, either."""
 
 
 @contextlib.contextmanager
@@ -46,7 +50,7 @@ def read_json(file: Path, where: str) -> dict[str, Any]:
     """A JSON object; ``where`` begins the sentence of the ValueError that a damaged one raises."""
     try:
         content = json.loads(file.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} {file} is not valid JSON ({error}); copy it again") from None
     if not isinstance(content, dict):
         raise ValueError(f"{where} {file} holds no JSON object; copy it again")
@@ -72,6 +76,36 @@ def open_tensors(path: Path, where: str) -> Iterator[Any]:
         raise ValueError(f"{where} is damaged or cut short ({error}); copy it again") from None
 
 
+def bin_files(folder: Path) -> list[Path]:
+    """Files of weights that torch wrote."""
+    return sorted(file for file in folder.glob("*.bin") if file.name not in _OF_TRAINING)
+
+
+def load_bin(path: Path, where: str) -> "dict[str, torch.Tensor]":
+    """The tensors of a file that torch wrote, mapped into memory: those that are not asked for are not read.
+
+    Such a file is a pickle. Torch's own reader makes tensors of it and nothing else, and runs none of its code.
+
+    Raises:
+        ValueError: one sentence that begins with ``where``: it holds more than tensors, or is damaged.
+    """
+    import torch  # takes a second, which readers of JSON need not wait for
+
+    try:
+        content = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except pickle.UnpicklingError:
+        raise ValueError(
+            f"{where} holds more than tensors, which could run as code when it is read; save its tensors alone, "
+            "best as .safetensors"
+        ) from None
+    except (RuntimeError, OSError, EOFError) as error:
+        why = str(error).splitlines()[0]
+        raise ValueError(f"{where} is damaged or cut short ({why}); copy it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{where} holds no tensors by name; copy it again")
+    return {name: tensor for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
+
+
 def read_versioned(
     path: Path,
     version: int,
@@ -89,7 +123,7 @@ def read_versioned(
     """
     try:
         content = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as problem:
+    except (ValueError, RecursionError) as problem:
         raise ValueError(f"{where}: {path} is not valid JSON ({problem}); {remedy} again") from None
     found = content.get("format_version") if isinstance(content, dict) else None
     if found != version:

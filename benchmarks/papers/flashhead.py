@@ -169,7 +169,7 @@ def drafter(name: str, target: FrozenTarget, rows: Sequence[Generation], num_dra
 
 def _model_states(folder: Path) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
     """[A, K, D] of a draft model: behind the text's own tokens it sees nothing but the text."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).eval()
     return lambda tokens, places: model.model(input_ids=tokens[None], use_cache=False).last_hidden_state[0][places]
 
 

@@ -76,4 +76,4 @@ if __name__ == "__main__":
 
     target, text, out = map(Path, sys.argv[1:])
     size = json.loads((target / "config.json").read_text())["vocab_size"]
-    write_checkpoint(AutoTokenizer.from_pretrained(target).encode(text.read_text()), size, out)
+    write_checkpoint(AutoTokenizer.from_pretrained(target, trust_remote_code=False).encode(text.read_text()), size, out)

@@ -31,7 +31,7 @@ def learned_prompts(sources: Sequence[Path], model: str) -> Callable[[Prompt], b
     from vllm_crossspec.training.generations import read_generations
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as problem:
         raise ValueError(
             f"--learned-from: {model} has no tokenizer to read the responses with ({problem})"

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from vllm_crossspec.cli.runner import Prompt
 
 DEFAULT_CATEGORY = "prompts"
 OWN = "prompts"
+
+MAX_UNPACKED = 1 << 30
+"""Most bytes that a compressed file may hold, which can be a thousand times as large as it."""
 
 Row = dict[str, Any]
 
@@ -44,14 +48,19 @@ def json_rows(path: Path) -> Iterator[tuple[Row, str]]:
     """
     try:
         text = _read(path).decode("utf-8-sig")
-    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError) as problem:
+    except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as problem:
         raise ValueError(f"{path} is not a text file in UTF-8: save it as UTF-8 JSON lines") from problem
     yield from _rows(text, path)
 
 
 def _read(path: Path) -> bytes:
-    content = path.read_bytes()
-    return gzip.decompress(content) if path.suffix == ".gz" else content
+    if path.suffix != ".gz":
+        return path.read_bytes()
+    with gzip.open(path) as file:
+        content = file.read(MAX_UNPACKED + 1)
+    if len(content) > MAX_UNPACKED:
+        raise ValueError(f"{path} holds more than {MAX_UNPACKED} bytes: unpack it, and give the file that comes out")
+    return content
 
 
 def _rows(text: str, path: Path) -> Iterator[tuple[Row, str]]:

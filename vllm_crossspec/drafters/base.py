@@ -54,6 +54,8 @@ class DrafterKind(NamedTuple):
         lookup: what its ``lookup`` settings are where the user says nothing (``config.LookupConfig``), for one that has
             no weights and drafts from text at hand; empty for the others. With ``share`` in it, it can keep earlier
             outputs.
+        may_bring_code: whether its checkpoint may bring Python code of its own (``auto_map``), which vLLM runs where
+            the user says `--trust-remote-code`; of all others none is run, whatever the target's may.
         has_model: whether there is a checkpoint; where not, ``read_facts`` gets an empty config.
         inflate: module with ``recipes(source, target)`` and ``config(source, target, folder)``, by which checkpoints
             grow with their target (``crossspec inflate``); empty where they cannot.
@@ -85,6 +87,7 @@ class DrafterKind(NamedTuple):
     trainer: str = ""
     preloads: tuple[str, ...] = ()
     lookup: Mapping[str, int | bool] = MappingProxyType({})
+    may_bring_code: bool = False
     has_model: bool = True
     inflate: str = ""
 

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from vllm_crossspec.drafters.base import DrafterKind, drafter_kind, drafter_kinds
-from vllm_crossspec.files import indexed_files, open_tensors, read_json
+from vllm_crossspec.files import bin_files, indexed_files, load_bin, open_tensors, read_json
 from vllm_crossspec.types import DEFAULT_DRAFT_TOKENS, DrafterFacts, TargetFacts
 
 
@@ -76,7 +76,7 @@ def read_config(model: str, key: str, revision: str | None = None) -> dict[str, 
 
 
 def check_weight_files(folder: Path, key: str) -> None:
-    """See that every weight file of ``folder`` is there and whole, by its header alone."""
+    """See that every weight file of ``folder`` is there and whole, by its header alone, and holds tensors alone."""
     files = sorted(folder.glob("*.safetensors"))
     for index in folder.glob("*.safetensors.index.json"):
         named = {folder / name for name in indexed_files(index, f"{key}:")}
@@ -86,13 +86,15 @@ def check_weight_files(folder: Path, key: str) -> None:
     for file in files:
         with open_tensors(file, f"{key}: {file}") as tensors:
             tensors.keys()
-    bins = sorted(folder.glob("*.bin")) if not files else []
+    bins = bin_files(folder) if not files else []
     for file in bins:
         # torch has written zip archives since 1.6; an older pickle shows no such mark and is left to torch.
         with file.open("rb") as opened:
             starts_as_zip = opened.read(2) in (b"PK", b"")
         if starts_as_zip and not zipfile.is_zipfile(file):
             raise ValueError(f"{key}: {file} is damaged or cut short; copy it again")
+        if starts_as_zip:
+            load_bin(file, f"{key}: {file}")
     if not files and not bins:
         raise ValueError(f"{key}: {folder} holds no .safetensors or .bin weights")
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vllm_crossspec.drafters.checkpoint import check_weight_files, read_config
-from vllm_crossspec.files import indexed_files, open_tensors
+from vllm_crossspec.files import bin_files, indexed_files, load_bin, open_tensors
 
 _VOLATILE_KEYS = ("_name_or_path", "name_or_path", "transformers_version")
 """Of a config.json: where models lie, and what saved them."""
@@ -100,7 +100,7 @@ def read_tensors(folder: Path, key: str) -> dict[str, torch.Tensor]:
     """All tensors of a checkpoint, which the system reads from its files when they are used.
 
     Raises:
-        ValueError: one sentence: a file is missing, damaged or cut short.
+        ValueError: one sentence: a file is missing, damaged or cut short, or holds more than tensors.
     """
     check_weight_files(folder, key)
     names = {file.name for file in folder.glob("*.safetensors")}
@@ -111,6 +111,6 @@ def read_tensors(folder: Path, key: str) -> dict[str, torch.Tensor]:
         with open_tensors(file, f"{key}: {file}") as opened:
             names_in = opened.keys()
             tensors.update({name: opened.get_tensor(name) for name in names_in})
-    for file in sorted(folder.glob("*.bin")) if not names else []:
-        tensors.update(torch.load(file, map_location="cpu", weights_only=True, mmap=True))
+    for file in bin_files(folder) if not names else []:
+        tensors.update(load_bin(file, f"{key}: {file}"))
     return tensors

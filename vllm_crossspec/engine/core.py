@@ -5,6 +5,7 @@ one's error, and take the others' answers for those to its next question.
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from vllm_crossspec.config import settings_of
@@ -43,9 +44,11 @@ def collective_rpc(core: Any, call: Call, method: Any, *rest: Any, **options: An
     return answers
 
 
-def _swap(core: Any, call: Call, is_ours: bool, drafter: str, folder: str) -> list[Any]:
+def _swap(core: Any, call: Call, is_ours: bool, drafter: Any = None, folder: Any = None, *rest: Any) -> list[Any]:
     if not is_ours:
         raise ValueError(f"{SWAP}: this engine has no drafters of vllm_crossspec")
+    if rest or not isinstance(drafter, str) or not isinstance(folder, (str, Path)):
+        raise ValueError(f"{SWAP} takes a drafter's name and the folder of a checkpoint, two texts")
     return _take_places(core, call, call("crossspec_prepare_swap", None, (drafter, str(folder))))
 
 

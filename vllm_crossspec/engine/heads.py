@@ -151,7 +151,13 @@ def ranked_logits(logits: torch.Tensor, keys: NoiseKeys | None, offsets: torch.T
 
 
 def make_head(
-    model: nn.Module, drafts: DraftSettings, *, max_rows: int, folder: str, has_weights: bool = True
+    model: nn.Module,
+    drafts: DraftSettings,
+    *,
+    max_rows: int,
+    folder: str,
+    vocab_size: int,
+    has_weights: bool = True,
 ) -> DraftHead:
     """The output layer that the settings ask for, of a loaded drafter.
 
@@ -160,12 +166,16 @@ def make_head(
         drafts: ``head`` and ``top_k`` are read.
         max_rows: most rows of one call.
         folder: the drafter's own, which may hold the clusters.
+        vocab_size: of the target.
         has_weights: False where weights are made up, so that no clusters can be theirs.
 
     Raises:
-        ValueError: one sentence: the clusters are not of this output embedding, or it cannot be clustered.
+        ValueError: one sentence: draft tokens that the target does not have, clusters of another output embedding, or
+            one that cannot be clustered.
     """
     offsets = getattr(model, "draft_id_to_target_id", None)
+    if offsets is not None and has_weights:
+        check_drafted_tokens(offsets, vocab_size, f"speculative_config: {folder}")
     if drafts.head is None:
         layer = output_layer(model)
         return DenseHead(lambda hidden: model.logits_processor(layer, hidden), offsets)
@@ -191,6 +201,25 @@ def make_head(
         shard=shard,
     )
     return RetrievalHead(head, offsets)
+
+
+def check_drafted_tokens(offsets: torch.Tensor, vocab_size: int, key: str) -> None:
+    """Refuse a map of draft tokens that leads out of the target's vocabulary, for memory is read where it points.
+
+    Args:
+        offsets: int64 [draft vocabulary] target id minus draft id.
+        vocab_size: of the target.
+        key: begins the message.
+
+    Raises:
+        ValueError: one sentence.
+    """
+    lowest, highest = (torch.arange(len(offsets), device=offsets.device) + offsets).aminmax()
+    if int(lowest) < 0 or int(highest) >= vocab_size:
+        raise ValueError(
+            f"{key}: its d2t makes draft tokens the target's {int(lowest)} to {int(highest)}, which has {vocab_size}; "
+            "copy the checkpoint again"
+        )
 
 
 def output_layer(model: Any) -> Any:

@@ -332,7 +332,7 @@ def _add_worker_methods() -> None:
     def problem_of(prepare: Any) -> str | None:
         try:
             prepare()
-        except ValueError as problem:
+        except (ValueError, OSError) as problem:
             return str(problem)
         return None
 

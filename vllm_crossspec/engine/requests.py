@@ -1,5 +1,6 @@
 """What a single request may ask of its drafts, and what its parameters allow."""
 
+import reprlib
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -39,7 +40,7 @@ def check_request(sampling_params: Any, categories: Collection[str]) -> None:
         asked = _asked(sampling_params, key)
         if asked is not None and (not isinstance(asked, str) or asked not in known):
             allowed = f"use one of {', '.join(known)}" if known else "this server's router has no `by_category`"
-            raise RequestError(f"the extra argument {key!r} is {asked!r}; {allowed}")
+            raise RequestError(f"the extra argument {key!r} is {reprlib.repr(asked)}; {allowed}")
 
 
 def opted_out(sampling_params: Any) -> bool:

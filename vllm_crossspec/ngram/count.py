@@ -126,7 +126,7 @@ def write_runs(batches: Iterator[Tokens], keys: Keys, budget: int, stem: Path) -
 
 def merged(paths: list[Path], keys: Keys, budget: int) -> Iterator[tuple[Words, npt.NDArray[np.uint64]]]:
     """All runs as one, sorted, in parts that fit the budget; keys of one part are below those of the next."""
-    runs = [np.load(path, mmap_mode="r") for path in paths]
+    runs = [np.load(path, mmap_mode="r", allow_pickle=False) for path in paths]
     total = sum(run.shape[1] for run in runs)
     num_parts = max(1, -(-total * (BYTES_A_TOKEN + 8 * keys.num_words) // max(1, budget)))
     samples = [run[0, :: max(1, run.shape[1] * 64 // max(1, total // num_parts))] for run in runs]
@@ -167,7 +167,7 @@ class _LevelWriter:
 def write_levels(paths: list[Path], keys: Keys, budget: int, folder: Path, progress: Progress = quiet) -> None:
     """Merge runs into the level files of a trie."""
     writers = [_LevelWriter(LevelFiles(folder, level)) for level in range(1, keys.order + 1)]
-    total = sum(np.load(path, mmap_mode="r").shape[1] for path in paths)
+    total = sum(np.load(path, mmap_mode="r", allow_pickle=False).shape[1] for path in paths)
     done, last = 0, [-1] * keys.order
     for words, counts in merged(paths, keys, budget):
         columns = keys.unpack(words)

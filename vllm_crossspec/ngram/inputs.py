@@ -25,6 +25,8 @@ from vllm_crossspec.arrays import Array
 SUFFIXES = (".jsonl", ".jsonl.gz", ".txt", ".npy")
 SEPARATOR = -1
 DOCUMENTS_AT_ONCE = 256
+MAX_LINE = 1 << 28
+"""Most bytes of a document's line; a small compressed file may hold one that fills the memory."""
 
 
 class Piece(NamedTuple):
@@ -140,9 +142,11 @@ def _documents(file: IO[bytes] | gzip.GzipFile, end: int | None, path: Path) -> 
     """Of the lines from here on that begin before ``end``."""
     while True:
         at = file.tell()
-        line = file.readline()
+        line = file.readline(MAX_LINE + 1)
         if not line or (end is not None and at >= end):
             return
+        if len(line) > MAX_LINE:
+            raise ValueError(f"{path} (line at byte {at}) is longer than {MAX_LINE} bytes: write a document a line")
         if line.strip():
             yield _document(line, f"{path} (line at byte {at})")
 
@@ -258,7 +262,7 @@ def _chat_tokenizer(folder: Path) -> Any:
         from transformers import AutoTokenizer
     except ModuleNotFoundError as problem:
         raise ValueError('rendering them needs transformers: run `pip install "vllm-crossspec[train]"`') from problem
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.chat_template:
         raise ValueError(f"{folder} has no chat template: give lines with `text` instead")
     return tokenizer

@@ -250,7 +250,7 @@ def train_dflash(
     """
     place = choose_device(device)
     settings = target_settings(target_folder)
-    mask_id = AutoTokenizer.from_pretrained(target_folder).get_vocab().get(MASK)
+    mask_id = AutoTokenizer.from_pretrained(target_folder, trust_remote_code=False).get_vocab().get(MASK)
     if mask_id is None:
         raise ValueError(f"--target {target_folder}: its tokenizer has no {MASK} token, which DFlash needs")
     if config.block_size < 2:

@@ -65,7 +65,7 @@ def plan(data: Path, target: Path, out: Path, config: GenerateConfig) -> tuple[d
         raise ValueError(
             f"--max-prompt-tokens and --max-new-tokens are {length} together, {target} has {most} positions"
         )
-    tokenizer = AutoTokenizer.from_pretrained(target)
+    tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False)
     end_id = tokenizer.get_vocab().get(IM_END)
     if end_id is None:
         raise ValueError(f"--target {target}: its tokenizer has no {IM_END}; give a ChatML target")

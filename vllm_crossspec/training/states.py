@@ -38,7 +38,7 @@ def check_target(folder: Path) -> None:
 def target_settings(folder: Path) -> Any:
     """The configuration of a Hugging Face folder, without its weights; raises as :func:`check_target` does."""
     check_target(folder)
-    return AutoConfig.from_pretrained(folder)
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 def load_target(
@@ -46,8 +46,9 @@ def load_target(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a Hugging Face folder for inference on ``device``; raises as :func:`check_target` does."""
     check_target(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    return model.to(device).eval().requires_grad_(False), AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, trust_remote_code=False)
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    return model.to(device).eval().requires_grad_(False), tokenizer
 
 
 class Teacher(NamedTuple):

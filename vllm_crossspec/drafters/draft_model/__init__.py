@@ -12,6 +12,7 @@ KIND = DrafterKind(
     supplies="levels",
     ties_head=True,
     can_share=False,
+    may_bring_code=True,
     check_engine="vllm_crossspec.drafters.draft_model.checkpoint:check_follows",
     trainer="vllm_crossspec.cli.train_drafters:DRAFT_MODEL",
     inflate="vllm_crossspec.drafters.draft_model.inflate",

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from vllm_crossspec.adaptive.calibration import load_policy
-from vllm_crossspec.config import META_METHODS, CrossSpecConfig, DrafterConfig, TreeConfig
+from vllm_crossspec.config import MAX_DRAFT_TOKENS, META_METHODS, CrossSpecConfig, DrafterConfig, TreeConfig
 from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.drafters.checkpoint import check_drafter
 from vllm_crossspec.heads.flashhead.check import check_head
@@ -35,6 +35,11 @@ def resolve(settings: CrossSpecConfig, target: TargetFacts, has_weights: bool = 
                     f"use {limit} or less"
                 )
         num_tokens = wanted or facts.default_draft_tokens
+        if not 1 <= num_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(
+                f"{path}model: config.json of {drafter.model} asks for {num_tokens} draft tokens; a request has 1 to "
+                f"{MAX_DRAFT_TOKENS}: give num_speculative_tokens"
+            )
         if tree.is_chain and drafter_kind(drafter.kind, "").contemplates:
             # The rows of a chain are the rows of a tree in which every node has one child.
             tree = tree.model_copy(update={"type": "dynamic", "depth": num_tokens, "top_k": 1, "num_nodes": num_tokens})

@@ -110,6 +110,7 @@ class Proposer(ABC):
             self.drafts,
             max_rows=self.max_num_reqs * self.head_rows_per_req,
             folder=self.speculative_config.draft_model_config.model,
+            vocab_size=config.model_config.get_vocab_size(),
             has_weights=config.load_config.load_format != "dummy",
         )
 

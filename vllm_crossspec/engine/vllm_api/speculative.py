@@ -93,14 +93,29 @@ def drafter_configs(
         planned = settings.planned(settings.num_speculative_tokens)
         tokens = planned if index == 0 else drafter.num_speculative_tokens
         extra = {"num_speculative_tokens_per_batch_size": schedule} if index == 0 and schedule else {}
-        configs[name] = SpeculativeConfig(
+        seen = _as_trusted(target_model_config, drafter)
+        config = SpeculativeConfig(
             **native_dict(drafter, tokens or 0),
             **common,
             **extra,
-            target_model_config=target_model_config,
+            target_model_config=seen,
             target_parallel_config=target_parallel_config,
         )
+        config.target_model_config = target_model_config
+        if config.draft_model_config is seen:  # of methods without a model of vLLM's
+            config.draft_model_config = target_model_config
+        configs[name] = config
     return configs
+
+
+def _as_trusted(target_model_config: Any, drafter: DrafterConfig) -> Any:
+    """The target's config as its drafter's is made of it: leave to run a checkpoint's code was given for the target."""
+    kind = drafter_kind(drafter.kind, "method")
+    if not target_model_config.trust_remote_code or kind.may_bring_code or not kind.has_model:
+        return target_model_config
+    distrusted = copy.copy(target_model_config)
+    distrusted.trust_remote_code = False
+    return distrusted
 
 
 def without_schedule(vllm_config: VllmConfig) -> VllmConfig:

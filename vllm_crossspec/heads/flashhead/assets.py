@@ -8,7 +8,7 @@
 Published folders hold the model beside them; what :func:`save_assets` writes has the clusters alone.
 """
 
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import torch
@@ -132,14 +132,29 @@ def read_assets(
     return Assets(centroids, members, special, _num_probes(config, len(members), key), dict(config.get(FACTS_KEY, {})))
 
 
+def named_folder(config: dict[str, Any], where: str) -> str | None:
+    """The folder of clusters that a config.json names, which lies below it; None where it names none.
+
+    Raises:
+        ValueError: one sentence that begins with ``where``: the name leads out of the config's own folder.
+    """
+    named = config.get(FOLDER_KEY)
+    if not isinstance(named, str):
+        return None
+    path = PurePosixPath(named)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{where}: {FOLDER_KEY} {named!r} leads out of its folder; name one that lies there")
+    return named
+
+
 def _locate(folder: Path, key: str) -> tuple[Path, dict[str, Any]]:
     """The tensors' file, and the config that goes with it."""
     if not folder.is_dir():
         raise ValueError(f"{key}: there is no folder {str(folder)!r}; {_REMEDY}, or give the folder of some")
     for place in (folder, folder.parent):
         config = read_json(place / CONFIG_FILE, f"{key}:") if (place / CONFIG_FILE).is_file() else {}
-        named = config.get(FOLDER_KEY)
-        if not isinstance(named, str):
+        named = named_folder(config, f"{key}: {place / CONFIG_FILE}")
+        if named is None:
             continue
         assets = place / named
         if place == folder or assets.resolve() == folder.resolve():

@@ -1,5 +1,6 @@
 """Whether clusters are a drafter's own: as far as files tell, before any weight is loaded, and once it is."""
 
+import glob
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from huggingface_hub import snapshot_download
 from vllm_crossspec.config import DrafterConfig, HeadConfig
 from vllm_crossspec.drafters.base import drafter_kind
 from vllm_crossspec.drafters.checkpoint import layer_config, read_config
-from vllm_crossspec.heads.flashhead.assets import CONFIG_FILE, FOLDER_KEY, Assets, read_assets
+from vllm_crossspec.heads.flashhead.assets import CONFIG_FILE, Assets, named_folder, read_assets
 from vllm_crossspec.heads.flashhead.embedding import open_rows, own_output
 from vllm_crossspec.heads.flashhead.head import MAX_TOP_K, check_probes
 from vllm_crossspec.types import DrafterFacts
@@ -109,7 +110,8 @@ def _local(named: str, key: str, revision: str | None) -> Path:
     if folder.is_dir() or named.count("/") != 1 or named.startswith((".", "~", "/")):
         return folder
     config = read_config(named, key, revision)
-    wanted = [CONFIG_FILE, f"{config.get(FOLDER_KEY, '')}/*"]
+    clusters = named_folder(config, f"{key}: config.json of {named}")
+    wanted = [CONFIG_FILE, f"{glob.escape(clusters or '')}/*"]
     try:
         return Path(snapshot_download(named, revision=revision, allow_patterns=wanted))
     except OSError as error:

@@ -1,14 +1,13 @@
 """The output embedding of a Hugging Face folder, tied or not, and its special tokens; nothing else is loaded."""
 
 import contextlib
-import pickle
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vllm_crossspec.files import open_tensors, read_json
+from vllm_crossspec.files import bin_files, load_bin, open_tensors, read_json
 
 _OUTPUT, _INPUT = ("lm_head.weight", "embed_out.weight", "output.weight"), ("embed_tokens.weight", "wte.weight")
 _STOPS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -67,7 +66,7 @@ def own_output(folder: Path, key: str, may_be_tied: bool = True) -> tuple[Path, 
 def open_rows(file: Path, name: str, key: str) -> Iterator[Any]:
     """A tensor of a file, of which ``[a:b]`` reads some rows and ``[:]`` all."""
     if file.suffix == ".bin":
-        yield _load_bin(file, key)[name]
+        yield load_bin(file, f"{key} {file}")[name]
         return
     with open_tensors(file, f"{key} {file}") as opened:
         yield opened.get_slice(name)
@@ -118,26 +117,11 @@ def tensor_files(folder: Path, key: str) -> dict[str, Path]:
         with open_tensors(file, f"{key} {file}") as opened:
             places |= dict.fromkeys(opened.keys(), file)
     if not places:
-        for file in sorted(folder.glob("*.bin")):
-            places |= dict.fromkeys(_load_bin(file, key), file)
+        for file in bin_files(folder):
+            places |= dict.fromkeys(load_bin(file, f"{key} {file}"), file)
     if not places:
         raise ValueError(f"{key} {folder} has no weights (*.safetensors or *.bin); give a Hugging Face model folder")
     return places
-
-
-def _load_bin(file: Path, key: str) -> dict[str, torch.Tensor]:
-    """The tensors of a file that torch wrote, mapped into memory; those that are not asked for are not read."""
-    try:
-        tensors: dict[str, torch.Tensor] = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
-    except pickle.UnpicklingError:
-        raise ValueError(
-            f"{key} {file} holds more than tensors, which could run as code when it is read; save its tensors alone, "
-            "best as .safetensors"
-        ) from None
-    except (RuntimeError, OSError, EOFError) as error:
-        why = str(error).splitlines()[0]
-        raise ValueError(f"{key} {file} is damaged or cut short ({why}); copy it again") from None
-    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
 
 
 def _read(config: dict[str, Any], name: str, default: Any) -> Any:

@@ -25,8 +25,8 @@ def answer_states(
     Returns:
         float32 [n, D] on the CPU, one row a token.
     """
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device).eval()
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False).to(device).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     states: list[torch.Tensor] = []
 
     def note(module: torch.nn.Module, arguments: tuple[Any, ...]) -> None:

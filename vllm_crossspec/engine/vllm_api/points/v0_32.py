@@ -44,6 +44,7 @@ vllm.config.speculative
       drafter's own length
   SpeculativeMethod - the names of methods that vLLM knows
   SpeculativeConfig.{draft_model_config} - set on a copy: a drafter's new weights come from another folder
+  SpeculativeConfig.{target_model_config} - set back: a drafter's is made as of a target that may bring no code
 vllm.config.vllm
   VllmConfig._get_v1_model_runner_unsupported_features(self) - replaced: the V1 runner is refused
   VllmConfig._get_v2_model_runner_unsupported_features(self) - replaced: vLLM itself reports what our proposers do not
