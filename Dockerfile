@@ -14,5 +14,6 @@ COPY vllm_crossspec /opt/vllm-crossspec/vllm_crossspec
 COPY pocket /opt/vllm-crossspec/pocket
 RUN SETUPTOOLS_SCM_PRETEND_VERSION=$VERSION \
     python3 -m pip install --no-cache-dir /opt/vllm-crossspec /opt/vllm-crossspec/pocket \
+    && rm -r /opt/vllm-crossspec \
     && crossspec --version \
     && crossspec pocket eagle3-tree
