@@ -31,6 +31,8 @@ TREES = {
     "suffix": ("matches",),
 }  # fmt: skip
 HEADS = {"eagle3": "flashhead-eagle3", "draft_model": "flashhead-draft-model"}
+NEURAL = 0.1
+"""Of the cases: a trained router is of two drafters, which would seldom be drawn together."""
 ENGINE: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 512,
@@ -74,13 +76,21 @@ def chat(text: str) -> str:
 def draw(seed: int, number: int, count: int) -> Case:
     """Case ``number`` of a hunt, with ``count`` requests; the same whenever it is drawn."""
     rng = random.Random(f"{seed}/{number}")
-    spec = _draw_spec(rng)
+    spec, apart = _draw_spec(rng), random.Random(f"{seed}/{number}/neural")
+    if apart.random() < NEURAL:
+        spec = _draw_neural(apart)
     return {
         "spec": spec,
         "engine": _draw_engine(rng, spec),
         "widths": rng.random() < 0.1,
         "requests": _draw_requests(rng, count),
     }
+
+
+def _draw_neural(rng: random.Random) -> dict[str, Any]:
+    drafters = {kind: _draw_drafter(rng, kind, alone=False) for kind in ("eagle3", "dflash")}
+    router = {"policy": "neural", "model": "pocket/router", "threshold": rng.choice([-0.4, 0.0, 0.4])}
+    return {"method": "whiflash", "drafters": drafters, "router": router | _maybe(rng, 0.3, max_backlog=65)}
 
 
 def _maybe(rng: random.Random, chance: float, **keys: Any) -> dict[str, Any]:
@@ -97,16 +107,13 @@ def _draw_spec(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.2:
         drafters["nothing"] = {}
     names = list(drafters)
-    policies = ["goodput", "entropy", "fixed"] + (["neural"] if set(names) == {"eagle3", "dflash"} else [])
-    router: dict[str, Any] = {"policy": rng.choice(policies)}
+    router: dict[str, Any] = {"policy": rng.choice(["goodput", "entropy", "fixed"])}
     if router["policy"] == "entropy":
         cuts = sorted((rng.uniform(0.1, 3.0) for _ in names[1:]), reverse=True)
         router["threshold"] = cuts if len(cuts) > 1 else cuts[0]
         router |= _maybe(rng, 0.3, entropy_of="sampling")
     elif router["policy"] == "fixed":
         router["drafter"] = rng.choice(names)
-    elif router["policy"] == "neural":
-        router |= {"model": "pocket/router", "threshold": rng.choice([-0.4, 0.0, 0.4])}
     router |= _maybe(rng, 0.15, lazy=False) | _maybe(rng, 0.3, max_backlog=rng.choice([65, 100]))
     return {"method": "whiflash", "drafters": drafters, "router": router}
 
