@@ -72,7 +72,7 @@ SMALLER = {
     "python benchmarks/dart_offline.py": "--rows 2 --nodes 8 --weights 0,0.5",
     "python benchmarks/flashhead_cpu.py": "--size 8192,8 --runs 1",
     "python benchmarks/flashhead_gpu.py": "--size 8192,8 --batch-sizes 1 --probes 4",
-    "python benchmarks/lossless.py": "--texts 8",
+    "python benchmarks/lossless.py": "--texts 8 --each 8",
     "python benchmarks/ngram_lookup.py": "--nodes 0.02 --rows 50 --runs 1",
     "python benchmarks/random_kernels.py": "--programs 2",
 }
