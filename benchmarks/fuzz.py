@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -260,14 +260,19 @@ TARGETS = {
 }
 
 
-def main() -> None:
+def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", nargs="?", choices=TARGETS, help="what is read")
     parser.add_argument("--runs", type=int, default=100_000, help="inputs (default: 100000)")
     parser.add_argument("--seed", type=int, default=1, help="libFuzzer's (default: 1)")
     parser.add_argument("--corpus", type=Path, help="folder of inputs (default: a temporary one)")
     parser.add_argument("--list", action="store_true", help="say what there is to read, and end")
-    given = parser.parse_args()
+    return parser.parse_args(argv)
+
+
+def main() -> None:
+    given = arguments()
     if given.list or given.target is None:
         for name, target in TARGETS.items():
             print(f"{name:12} {target.description}")
@@ -275,7 +280,7 @@ def main() -> None:
     try:
         import atheris
     except ModuleNotFoundError:
-        parser.error("this needs atheris: pip install atheris")
+        sys.exit("fuzz.py: this needs atheris: pip install atheris")
     target = TARGETS[given.target]
     with atheris.instrument_imports(include=list(target.watched), exclude=[COMPILED]):
         for seed in target.seeds():  # imports what is watched
