@@ -331,7 +331,7 @@ def test_weights_may_be_a_bin_of_tensors_and_no_more(tmp_path, config, start, re
             return open, (str(tmp_path / "ran"), "w")
 
     torch.save({**load(start)[1], "fc.weight": Runs()}, as_bin / "pytorch_model.bin")
-    sentence = "--start .*pytorch_model.bin holds more than tensors"
+    sentence = "--start: .*pytorch_model.bin holds more than tensors"
     refused(tmp_path, responses, target_folder, replace(config, start=str(as_bin)), sentence)
     assert not (tmp_path / "ran").exists()
 

@@ -102,7 +102,9 @@ class Walk:
     def _make(self, words: list[str]) -> str:
         """What `make` would run once .venv is there, run."""
         said = ["make", "--dry-run", "--silent", "-o", ".venv/.installed", *words[1:], "PY=python"]
-        recipe = subprocess.run(said, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        # `make test ARGS=...` hands its own arguments on to every make below it.
+        environment = {key: value for key, value in os.environ.items() if key not in ("ARGS", "MAKEFLAGS")}
+        recipe = subprocess.run(said, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
         return self.run(recipe)
 
     def _python(self, words: list[str]) -> str:
