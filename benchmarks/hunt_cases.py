@@ -11,9 +11,10 @@ import itertools
 import json
 import os
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
@@ -33,16 +34,18 @@ TREES = {
 HEADS = {"eagle3": "flashhead-eagle3", "draft_model": "flashhead-draft-model"}
 NEURAL = 0.1
 """Of the cases: a trained router is of two drafters, which would seldom be drawn together."""
-ENGINE: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 512,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 512,
-    "block_size": 32,
-    "enable_prefix_caching": True,
-    "async_scheduling": False,
-}
-"""What plain decoding has, and every case where it says nothing else."""
+ENGINE: Mapping[str, Any] = MappingProxyType(
+    {
+        "dtype": "float32",
+        "max_model_len": 512,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+        "block_size": 32,
+        "enable_prefix_caching": True,
+        "async_scheduling": False,
+    }
+)
+"""What plain decoding has, and every case where it says nothing else. Nobody changes it: tests share it."""
 KV_CACHE_BYTES = 128 << 20
 """Of an engine: ten times what its requests can fill. Most of an engine's start would be to clear a gibibyte."""
 GRAMMARS = (
@@ -307,9 +310,9 @@ def engine_here(model: Path, spec: dict[str, Any] | None, **settings: Any) -> It
 
 
 @contextlib.contextmanager
-def engine(case: Case | None) -> Iterator[Any]:
-    """An engine of the pocket target in this process; None: plain decoding."""
-    settings = ENGINE | (case["engine"] if case else {"max_num_seqs": 16})
+def engine(case: Case | None, **over: Any) -> Iterator[Any]:
+    """An engine of the pocket target in this process, with settings over the case's; None: plain decoding."""
+    settings = ENGINE | (case["engine"] if case else {"max_num_seqs": 16}) | over
     environment = {"HF_HUB_OFFLINE": "1"}
     if case and not case["widths"]:
         environment["CROSSSPEC_FIXED_WIDTHS"] = "1"

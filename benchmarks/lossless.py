@@ -80,8 +80,7 @@ class Plain:
 
 def _answer(pipe: Connection, settings: dict[str, Any]) -> None:
     os.environ.update(VLLM_PLUGINS="", VLLM_USE_V2_MODEL_RUNNER="1", VLLM_LOGGING_LEVEL="ERROR")
-    hunt_cases.ENGINE.update(settings)
-    with hunt_cases.engine(None) as llm:
+    with hunt_cases.engine(None, **settings) as llm:
         while (asked := pipe.recv()) is not None:
             requests, scores = asked
             try:
@@ -182,9 +181,9 @@ def shrink(case: Case, fails: Callable[[Case], bool], tries: int = MAX_TRIES) ->
 # -- the command ------------------------------------------------------------------------------------------------------
 
 
-def run_case(case: Case) -> tuple[Texts, dict[str, int]]:
-    """Token ids of the answers, and what was drafted and accepted."""
-    with hunt_cases.engine(case) as llm:
+def run_case(case: Case, **over: Any) -> tuple[Texts, dict[str, int]]:
+    """Token ids of the answers, and what was drafted and accepted, by an engine with settings over the case's."""
+    with hunt_cases.engine(case, **over) as llm:
         texts = hunt_cases.answers(llm, case["requests"])
         drafters = llm.collective_rpc("crossspec_stats")[0].values()
         preempted = sum(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
@@ -252,8 +251,8 @@ def _write_found(given: argparse.Namespace, number: int, case: Case, plain: Plai
 
 def near_ties(given: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Greedy texts in bfloat16: plain one at a time, plain eight at a time, ours; how near each difference is."""
-    hunt_cases.ENGINE["dtype"] = "bfloat16"
-    together, alone = Plain(dtype="bfloat16", max_num_seqs=8), Plain(dtype="bfloat16", max_num_seqs=1)
+    form = {"dtype": "bfloat16"}
+    together, alone = Plain(**form, max_num_seqs=8), Plain(**form, max_num_seqs=1)
     gaps: dict[str, list[float]] = {"plain, eight at a time": [], "ours": []}
     count, began = 0, time.time()
     for number in range(given.first, given.first + -(-given.texts // given.each)):
@@ -264,7 +263,7 @@ def near_ties(given: argparse.Namespace, console: Console) -> dict[str, Any]:
         ]
         together.ask(case["requests"])
         alone.ask(case["requests"], scores=True)
-        others = {"plain, eight at a time": together.collect(), "ours": run_case(case)[0]}
+        others = {"plain, eight at a time": together.collect(), "ours": run_case(case, **form)[0]}
         for (tokens, scores), *rest in zip(alone.collect(), *others.values(), strict=True):
             count += 1
             for name, text in zip(others, rest, strict=True):
