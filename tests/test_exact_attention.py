@@ -35,15 +35,23 @@ def ragged_batch(query_lens: list[int], lengths: list[int], padding: int = 0) ->
     }
 
 
-@pytest.mark.parametrize("causal", [False, True])
+RAGGED = {"decode": ([1, 1, 1], [5, 40, 16]), "mixed": ([9, 1, 4], [9, 33, 20]), "prompt": ([7], [7])}
+NO_KEYS = ([61, 61], [0, 70])
+"""Of a causal request every row has a key at least: its own."""
+
+
 @pytest.mark.parametrize(
-    ("query_lens", "lengths"),
-    [([1, 1, 1], [5, 40, 16]), ([9, 1, 4], [9, 33, 20]), ([61, 61], [0, 70]), ([7], [7])],
-    ids=["decode", "mixed", "empty", "prompt"],
+    ("query_lens", "lengths", "causal"),
+    [
+        *(
+            pytest.param(*sizes, causal, id=f"{name}-{causal}")
+            for name, sizes in RAGGED.items()
+            for causal in (False, True)
+        ),
+        pytest.param(*NO_KEYS, False, id="empty-False"),
+    ],
 )
 def test_every_row_attends_to_its_keys(query_lens, lengths, causal):
-    if causal and 0 in lengths:
-        pytest.skip("a causal request sees its own rows at least")
     batch = ragged_batch(query_lens, lengths)
     sizes = {"max_query_len": max(query_lens), "max_length": max(lengths) + 3, "softmax": Softmax(0.3)}
     lse = exact_attention(**batch, **sizes, causal=causal)

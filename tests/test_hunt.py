@@ -1,5 +1,6 @@
 """`benchmarks/lossless.py`: what it draws, that it finds what is broken, and every case that it once found."""
 
+import contextlib
 import itertools
 import json
 import sys
@@ -50,6 +51,22 @@ def test_hunt_draws_configurations_that_are_taken():
     for number in range(250):
         case = hunt_cases.draw(2, number, 1)
         parse(hunt_cases.placed(case["spec"]), NATIVE_KEYS)
+
+
+def test_hunt_hands_settings_down_and_keeps_none(monkeypatch):
+    """bfloat16 once stayed for whatever came later in the process."""
+    started = []
+
+    def engine_here(model, spec, **settings):
+        started.append((settings["dtype"], settings["max_num_seqs"]))
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(hunt_cases, "engine_here", engine_here)
+    narrow = {"dtype": "bfloat16"}
+    for case, over in ((None, narrow | {"max_num_seqs": 8}), (SMALL, narrow), (None, {}), (SMALL, {})):
+        with hunt_cases.engine(case, **over):
+            pass
+    assert started == [("bfloat16", 8), ("bfloat16", 4), ("float32", 16), ("float32", 4)]
 
 
 def test_hunted_text_of_an_aborted_request_is_the_beginning_of_plains():
