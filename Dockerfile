@@ -11,9 +11,10 @@ FROM vllm/vllm-openai:v0.32.0
 ARG VERSION=0.1.0.dev0
 COPY pyproject.toml README.md LICENSE /opt/vllm-crossspec/
 COPY vllm_crossspec /opt/vllm-crossspec/vllm_crossspec
-COPY pocket /opt/vllm-crossspec/pocket
+COPY crossspec_tools /opt/vllm-crossspec/crossspec_tools
+COPY packages/pocket /opt/vllm-crossspec/packages/pocket
 RUN SETUPTOOLS_SCM_PRETEND_VERSION=$VERSION \
-    python3 -m pip install --no-cache-dir /opt/vllm-crossspec /opt/vllm-crossspec/pocket \
+    python3 -m pip install --no-cache-dir /opt/vllm-crossspec /opt/vllm-crossspec/packages/pocket \
     && rm -r /opt/vllm-crossspec \
     && crossspec --version \
     && crossspec pocket eagle3-tree

@@ -8,6 +8,8 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 STAMP := $(VENV)/.installed
 ARGS ?=
+PYTEST := $(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder
+TIERS := tests/nightly crossspec_tools/tests packages/cpu_lane/tests benchmarks/tests research/tests
 
 # The first interpreter that is new enough and can make virtual environments.
 PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3.14 python3; do \
@@ -23,13 +25,15 @@ CUDA_ONLY := torchaudio torchcodec torchvision
 HAS_TRITON_CPU := import importlib.metadata as m, sys; sys.exit(not any(e.name == "cpu" \
 	and e.dist.name != "crossspec-cpu-lane" for e in m.entry_points(group="triton.backends")))
 
-.PHONY: help venv demo test quick lint clean
+.PHONY: help venv demo test nightly quick lint site clean
 
 help:
 	@echo "make demo   generate with the pocket models, plainly and with the main methods, and compare"
-	@echo "make test   run the tests"
-	@echo "make quick  run those that take a minute together: no engine, no compiler, no training"
+	@echo "make test   run the product's tests"
+	@echo "make nightly  run these and all others: tools, CPU lane, benchmarks, papers, and what takes long"
+	@echo "make quick  run those of the product that take a minute together: no engine, no compiler, no training"
 	@echo "make lint   ruff and mypy"
+	@echo "make site   build the documents as a site into build/site, and check its links"
 	@echo "make venv   make .venv and install everything (the others do this first)"
 	@echo "make clean  remove .venv and what builds leave behind"
 
@@ -39,33 +43,43 @@ demo: $(STAMP)
 	$(PY) -m vllm_crossspec.cli.app demo $(ARGS)
 
 test: $(STAMP)
-	$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) $(ARGS)
+
+nightly: $(STAMP)
+	$(PYTEST) tests/test_*.py $(TIERS) $(ARGS)
 
 quick: $(STAMP)
-	$(PY) -m pytest -n auto --dist loadfile --no-loadscope-reorder -q -m "not e2e and not slow and not interpreted" $(ARGS)
+	$(PYTEST) -q -m "not e2e and not slow" $(ARGS)
 
 lint: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 
+site: $(STAMP)
+	$(PIP) install -q "mkdocs-material>=9.6,<10"
+	rm -rf build/pages && mkdir -p build/pages
+	find . \( -name '.?*' -o -name build \) -prune -o -type f \( -name '*.md' -o -name '*.sh' -o -name LICENSE -o -path './docs/*' \
+		-o -path './configs/*' -o -path './benchmarks/costs/*' \) -print | tar -cf - -T - | tar -xf - -C build/pages
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict
+
 clean:
-	rm -rf $(VENV) build cpu_lane/build cpu_lane/vllm_record/build .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build packages/cpu_lane/build packages/cpu_lane/vllm_record/build .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 	find . -name '*.egg-info' -prune -exec rm -rf {} +
 
 # The stamp is written last: a set-up that was interrupted goes on where it stopped.
-$(STAMP): Makefile pyproject.toml $(shell find cpu_lane -name '*.py' -o -name '*.toml' -o -name '*.h' -o -name '*.cpp')
+$(STAMP): Makefile pyproject.toml benchmarks/inflate/pyproject.toml $(shell find packages/cpu_lane -name '*.py' -o -name '*.toml' -o -name '*.h' -o -name '*.cpp')
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later with the venv module was found:" \
 		"install one, or say PYTHON=/path/to/python"; exit 1; }
 	@$(PY) -c "import pip" 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 ifeq ($(GPU),yes)
-	$(PIP) install -e ".[cuda,train,bench,test]" "vllm<0.33"
+	$(PIP) install -e ".[cuda,train,bench,test]" -e ./benchmarks/inflate "vllm<0.33"
 else
 	$(PIP) install "$(TORCH)" || $(PIP) install --extra-index-url $(TORCH_CPU_INDEX) "$(TORCH)"
-	$(PIP) install -e ".[cpu,train,bench,test]"
+	$(PIP) install -e ".[cpu,train,bench,test]" -e ./benchmarks/inflate
 	$(PIP) uninstall --yes $(CUDA_ONLY)
-	$(PY) -c '$(HAS_TRITON_CPU)' || $(PIP) install --no-deps --force-reinstall ./cpu_lane
-	$(PIP) install --no-deps ./cpu_lane/vllm_record
+	$(PY) -c '$(HAS_TRITON_CPU)' || $(PIP) install --no-deps --force-reinstall ./packages/cpu_lane
+	$(PIP) install --no-deps ./packages/cpu_lane/vllm_record
 endif
 	@touch $@

@@ -4,11 +4,11 @@
     python benchmarks/cpu_speed.py --out runs/cpu --shapes 0.2b --report docs/results
 
 The models are the pocket's, inflated: their text and their acceptance at the cost of the shape, see
-docs/inflated-models.md. All methods answer the same prompts by turns (`crossspec bench`), in float32: every text
-must be plain's. Methods of ours have the CPU lane's products (docs/cpu-lane.md), plain engines and vLLM's methods only
-with `CROSSSPEC_CPU_PRODUCTS=all` in the environment; `arm-plain` is an engine of ours without drafts. Trees are as
-small as a CPU wants them, and `by_batch_size` is "auto" where a method has trees. The *limit* of a row is its speedup
-if a round were the target's pass alone: its tokens a round, times plain's round, by its own target's pass.
+docs/develop/inflated-models.md. All methods answer the same prompts in turns (`crossspec bench`), in float32. Every
+text must be plain's. Methods of ours have the CPU lane's products (docs/develop/cpu-lane.md); plain engines and vLLM's
+methods only with `CROSSSPEC_CPU_PRODUCTS=all` in the environment. `arm-plain` is an engine of ours without drafts.
+Trees are as small as a CPU wants them, and `by_batch_size` is "auto" where a method has trees. The *limit* of a row is
+its speedup if a round were the target's pass alone: its tokens a round, times plain's round, by its own target's pass.
 """
 
 import argparse
@@ -20,13 +20,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_crossspec.adaptive.calibration import read_calibration, write_calibration
-from vllm_crossspec.cli.demo import EAGLE3, located
-from vllm_crossspec.drafters.identity import identify
+from vllm_crossspec.cli.demo import located
+from vllm_crossspec.heterospec.calibration import read_calibration, write_calibration
+from vllm_crossspec.kinds.identity import identify
 from vllm_crossspec.pocket_models import find_pocket
 
 POCKET = find_pocket()
 BFLOAT16 = {"dtype": "bfloat16"}
+EAGLE3 = {"method": "eagle3", "model": "{pocket}/eagle3"}
 DFLASH = {"method": "dflash", "model": "{pocket}/dflash"}
 DRAFT_MODEL = {"method": "draft_model", "model": "{pocket}/draft-model"}
 NGRAMS = "{pocket}/ngram/store.safetensors"
@@ -38,19 +39,11 @@ CHEAP_DRAFTS = 7
 """Draft tokens of an arm: on an AMD with two cores a pass over eight rows takes as long as one over one."""
 ALL_DRAFTS = {"num_nodes": CHEAP_DRAFTS, "by_batch_size": {"1": CHEAP_DRAFTS}}
 """An arm alone keeps all as well: where "auto" cuts some by chance, the router would be beside a weaker one."""
+TREE_OF_ALL = {"type": "dynamic", "depth": 6, "top_k": 2, **ALL_DRAFTS}
+DART = {"model": "{pocket}/dart", "ngram": NGRAMS, **BFLOAT16}
 ARMS: dict[str, dict[str, Any]] = {
-    "tree": {
-        "type": "eagle3",
-        "model": "{pocket}/eagle3",
-        **BFLOAT16,
-        "tree": {"type": "dynamic", "depth": 6, "top_k": 2, **ALL_DRAFTS},
-    },
-    "dart": {
-        "model": "{pocket}/dart",
-        "ngram": NGRAMS,
-        **BFLOAT16,
-        "tree": {"type": "continuity", "top_k": 8, **ALL_DRAFTS},
-    },
+    "tree": {"type": "eagle3", "model": "{pocket}/eagle3", **BFLOAT16, "tree": TREE_OF_ALL},
+    "dart": {**DART, "tree": {"type": "continuity", "top_k": 8, **ALL_DRAFTS}},
     "suffix": {"tree": ALL_DRAFTS},
     "plain": {"type": "nothing"},
 }
@@ -64,6 +57,12 @@ def goodput(arms: Sequence[str]) -> dict[str, Any]:
     return {"method": "whiflash", "drafters": drafters, "router": {"policy": "goodput", "max_backlog": 1024}}
 
 
+HEAD = {"model": "{pocket}/draft-model", "head": "{pocket}/flashhead-draft-model"}
+BLOCK_TREE = {**BFLOAT16, "num_speculative_tokens": 7, "tree": BEST_FIRST}
+PAIR = {
+    "eagle3": {"model": "{pocket}/eagle3", **BFLOAT16, "tree": DYNAMIC},
+    "dflash": {"model": "{pocket}/dflash", **BLOCK_TREE},
+}
 SPECS: dict[str, dict[str, Any]] = {
     "vllm-draft-model": {**DRAFT_MODEL, "num_speculative_tokens": 7},
     "draft-model": {**DRAFT_MODEL, **CHAIN, "num_speculative_tokens": 7},
@@ -73,30 +72,12 @@ SPECS: dict[str, dict[str, Any]] = {
     "eagle3-tree": {**EAGLE3, **BFLOAT16, "tree": DYNAMIC},
     "vllm-dflash": {**DFLASH, "num_speculative_tokens": 7},
     "dflash": {**DFLASH, **BFLOAT16, **CHAIN, "num_speculative_tokens": 7},
-    "dflash-tree": {**DFLASH, **BFLOAT16, "num_speculative_tokens": 7, "tree": BEST_FIRST},
-    "dart": {
-        "method": "dart",
-        "model": "{pocket}/dart",
-        "ngram": NGRAMS,
-        **BFLOAT16,
-        "tree": {"type": "continuity", "num_nodes": 16, "beam_width": 8, "top_k": 8},
-    },
+    "dflash-tree": {**DFLASH, **BLOCK_TREE},
+    "dart": {"method": "dart", **DART, "tree": {"type": "continuity", "num_nodes": 16, "beam_width": 8, "top_k": 8}},
     "confu": {"method": "confu", "model": "{pocket}/confu", **BFLOAT16, "num_speculative_tokens": 4},
-    "flashhead": {
-        "method": "flashhead",
-        "model": "{pocket}/draft-model",
-        "num_speculative_tokens": 7,
-        "head": "{pocket}/flashhead-draft-model",
-    },
+    "flashhead": {**HEAD, "method": "flashhead", "num_speculative_tokens": 7},
     "heterospec": {**EAGLE3, **BFLOAT16, "tree": DYNAMIC, "adaptive": "{pocket}/heterospec-small/calibration.json"},
-    "whiflash": {
-        "method": "whiflash",
-        "drafters": {
-            "eagle3": {"model": "{pocket}/eagle3", **BFLOAT16, "tree": DYNAMIC},
-            "dflash": {"model": "{pocket}/dflash", **BFLOAT16, "num_speculative_tokens": 7, "tree": BEST_FIRST},
-        },
-        "router": {"policy": "neural", "model": "{pocket}/router"},
-    },
+    "whiflash": {"method": "whiflash", "drafters": PAIR, "router": {"policy": "neural", "model": "{pocket}/router"}},
     "goodput": goodput(tuple(ARMS)),
     "suffix": {"method": "suffix", "tree": {"num_nodes": CHEAP_DRAFTS}},
     **{
@@ -176,11 +157,8 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder of models, configs and documents")
     add("--shapes", default="0.2b,0.6b", help="of crossspec inflate, comma-separated")
-    add(
-        "--methods",
-        default=",".join(METHODS),
-        help="comma-separated, beside plain; arm-tree and so on: goodput's, alone",
-    )
+    told = "comma-separated, beside plain; arm-tree and so on: goodput's, alone"
+    add("--methods", default=",".join(METHODS), help=told)
     add("--name", default="cpu", help="what the documents' names begin with")
     add("--batch-sizes", default="1,4", help="requests at a time, comma-separated")
     add("--repeats", type=int, default=3, help="turns of every method")
@@ -215,6 +193,8 @@ def main() -> None:
             rows += [row for row in found if number == 1 or row["method"] != "plain"]
         for size in options.batch_sizes.split(","):
             print(f"\n{shape}\n", *table(rows, int(size)), sep="\n")
+            if over := over_best_arm(rows, int(size)):
+                print(f"\ngoodput over the best arm, turn by turn: {', '.join(f'{turn:.2f}' for turn in over)}")
 
 
 def run_group(shape: str, names: Sequence[str], document: Path, options: argparse.Namespace) -> None:
@@ -234,6 +214,15 @@ def run_group(shape: str, names: Sequence[str], document: Path, options: argpars
     command += ["--enforce-eager" if options.enforce_eager else "--no-enforce-eager"]
     if code := subprocess.run(command).returncode:
         sys.exit(code)
+
+
+def over_best_arm(rows: Sequence[dict[str, Any]], batch_size: int) -> list[float]:
+    """The router's tokens a second by those of the best arm of the same turn."""
+    own = {row["method"]: row for row in rows if row["batch_size"] == batch_size and row["category"] == "all"}
+    arms = [row["seconds_by_repeat"] for name, row in own.items() if name.startswith("arm-")]
+    if "goodput" not in own or not arms:
+        return []
+    return [min(turn) / mine for mine, *turn in zip(own["goodput"]["seconds_by_repeat"], *arms, strict=True)]
 
 
 def plain_seconds(rows: Sequence[dict[str, Any]], batch_size: int) -> float:

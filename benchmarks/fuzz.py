@@ -5,9 +5,9 @@
     python benchmarks/fuzz.py --list
 
 Inputs are made by atheris (libFuzzer), which changes good files and keeps what reaches new lines of ours; the corpus
-folder is begun with a good file and can be gone on from. An input that ends in anything but a ValueError of one line,
-takes more than 10 seconds of a core or 2 GiB is written to the corpus's folder, and the command exits with libFuzzer's
-status.
+folder begins with a good file, and a later run resumes it. An input fails if it ends in anything else than a
+ValueError of one line, or takes more than 10 seconds of a core or 2 GiB. It is written to the corpus's folder, and the
+command exits with libFuzzer's status.
 """
 
 import argparse
@@ -30,8 +30,6 @@ SECONDS, MEBIBYTES = 10, 2048
 HANGS = 300
 """Seconds by the clock, which a shared machine may stand still for."""
 VOCAB_SIZE = 40
-COMPILED = "vllm_crossspec.ngram.compiled"
-"""By numba, which does not compile what atheris has changed."""
 HEAD = "flashhead-eagle3"
 NATIVE_METHODS = ("eagle3", "dflash", "draft_model", "ngram")
 NATIVE_KEYS = ("model", "num_speculative_tokens", "draft_tensor_parallel_size", "quantization")
@@ -78,7 +76,7 @@ def _tiny_trie() -> list[bytes]:
 
 
 def _read_trie(path: Path) -> None:
-    from vllm_crossspec.ngram.trie import import_trie
+    from crossspec_tools.ngram.trie import import_trie
 
     out = path.with_suffix(".store")
     import_trie(path, out, vocab_size=VOCAB_SIZE)
@@ -94,8 +92,9 @@ def _tiny_store() -> list[bytes]:
 
 
 def _read_store(path: Path) -> None:
-    from vllm_crossspec.ngram.lookup import look_up
-    from vllm_crossspec.ngram.store import check_contents, open_store
+    from crossspec_tools.ngram.check import check_contents
+    from crossspec_tools.ngram.lookup import look_up
+    from vllm_crossspec.ngram_store.store import open_store
 
     store = open_store(path, vocab_size=VOCAB_SIZE)
     check_contents(store, "the store")
@@ -103,7 +102,7 @@ def _read_store(path: Path) -> None:
 
 
 def _read_spec(path: Path) -> None:
-    from vllm_crossspec.config_parsing import is_ours, parse
+    from vllm_crossspec.config.parse import is_ours, parse
 
     raw = _json(path)
     if isinstance(raw, dict) and is_ours(raw, NATIVE_METHODS, NATIVE_KEYS):
@@ -117,42 +116,33 @@ def _json(path: Path) -> Any:
         return None
 
 
-def _calibrations() -> list[bytes]:
-    return [(POCKET / "heterospec" / "calibration.json").read_bytes()]
+def _beside(path: Path, ending: str, name: str) -> Path:
+    """A folder with this input as its file ``name``."""
+    folder = path.with_suffix(ending)
+    folder.mkdir(exist_ok=True)
+    shutil.copy(path, folder / name)
+    return folder
 
 
 def _read_calibration(path: Path) -> None:
-    from vllm_crossspec.adaptive.calibration import read_calibration
+    from vllm_crossspec.heterospec.calibration import read_calibration
 
     read_calibration(path, "adaptive.model")
 
 
-def _routers() -> list[bytes]:
-    return [(POCKET / "router" / "router.json").read_bytes()]
-
-
 def _read_router(path: Path) -> None:
-    from vllm_crossspec.router.checkpoint import read_router
+    from vllm_crossspec.routing.checkpoint import read_router
 
-    folder = path.with_suffix(".router")
-    folder.mkdir(exist_ok=True)
-    (folder / "router.json").write_bytes(path.read_bytes())
-    (folder / "model.safetensors").write_bytes((POCKET / "router" / "model.safetensors").read_bytes())
+    folder = _beside(path, ".router", "router.json")
+    shutil.copy(POCKET / "router" / "model.safetensors", folder)
     read_router(folder, hidden_size=256, drafters=("eagle3", "dflash"), key="router.model")
 
 
-def _configs() -> list[bytes]:
-    names = ("eagle3", "dflash", "dart", "confu", "draft-model")
-    return [(POCKET / name / "config.json").read_bytes() for name in names]
-
-
 def _read_config(path: Path) -> None:
-    from vllm_crossspec.drafters.base import drafter_kinds
-    from vllm_crossspec.drafters.checkpoint import check_drafter
+    from vllm_crossspec.kinds.checkpoint import check_drafter
+    from vllm_crossspec.kinds.drafter import drafter_kinds
 
-    folder = path.with_suffix(".drafter")
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_bytes(path.read_bytes())
+    folder = _beside(path, ".drafter", "config.json")
     target = TargetFacts("the target", hidden_size=256, vocab_size=4096, num_layers=8)
     for kind in drafter_kinds():
         try:
@@ -162,7 +152,8 @@ def _read_config(path: Path) -> None:
 
 
 def _clusters() -> list[bytes]:
-    from vllm_crossspec.heads.flashhead.assets import TENSORS_FILE, Assets, save_assets
+    from crossspec_tools.flashhead.files import save_assets
+    from vllm_crossspec.drafting.flashhead.assets import TENSORS_FILE, Assets
 
     with tempfile.TemporaryDirectory() as folder:
         centroids = torch.tensor([[1.0, 2.0, 0.5], [0.1, 1.0, 3.0]])
@@ -171,21 +162,17 @@ def _clusters() -> list[bytes]:
 
 
 def _read_clusters(path: Path) -> None:
-    from vllm_crossspec.heads.flashhead.assets import TENSORS_FILE, read_assets
+    from vllm_crossspec.drafting.flashhead.assets import TENSORS_FILE, read_assets
 
-    folder = path.with_suffix(".clusters")
-    folder.mkdir(exist_ok=True)
-    (folder / TENSORS_FILE).write_bytes(path.read_bytes())
-    read_assets(folder)
+    read_assets(_beside(path, ".clusters", TENSORS_FILE))
 
 
 def _read_heads(path: Path) -> None:
-    from vllm_crossspec.heads.flashhead.assets import CONFIG_FILE, read_assets
+    from vllm_crossspec.drafting.flashhead.assets import CONFIG_FILE, read_assets
 
     folder = path.with_suffix(".head")
     shutil.copytree(POCKET / HEAD, folder, dirs_exist_ok=True)
-    (folder / CONFIG_FILE).write_bytes(path.read_bytes())
-    read_assets(folder)
+    read_assets(_beside(path, ".head", CONFIG_FILE))
 
 
 def _costs() -> list[bytes]:
@@ -195,20 +182,18 @@ def _costs() -> list[bytes]:
 
 
 def _read_costs(path: Path) -> None:
-    from vllm_crossspec.router.costs import read_costs
+    from vllm_crossspec.load.costs import read_costs
 
     read_costs(path, ("a", "b"), "router.costs")
 
 
 def _rows() -> list[bytes]:
-    ours = [{"prompt": "a", "id": 1, "seed": 3}, {"messages": [{"role": "user", "content": "b"}], "sampling": {}}]
-    body = {"model": "m", "prompt": "a", "max_tokens": 3}
-    openai = [{"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}]
-    return ["\n".join(map(json.dumps, rows)).encode() for rows in (ours, openai)]
+    rows = [{"prompt": "a", "id": 1, "seed": 3}, {"messages": [{"role": "user", "content": "b"}], "sampling": {}}]
+    return ["\n".join(map(json.dumps, rows)).encode()]
 
 
 def _read_rows(path: Path) -> None:
-    from vllm_crossspec.cli.batch_rows import read_requests
+    from vllm_crossspec.cli.batch import read_requests
 
     read_requests(path)
 
@@ -216,7 +201,7 @@ def _read_rows(path: Path) -> None:
 def _read_request(path: Path) -> None:
     from vllm import SamplingParams
 
-    from vllm_crossspec.engine.requests import category_number, check_request, draft_mode, opted_out
+    from vllm_crossspec.step.requests import category_number, check_request, draft_mode, opted_out
 
     asked = _json(path)
     if not isinstance(asked, dict):
@@ -228,35 +213,39 @@ def _read_request(path: Path) -> None:
     category_number(sampling, categories)
 
 
+def _files(*names: str) -> Callable[[], list[bytes]]:
+    """Of the pocket models."""
+    return lambda: [(POCKET / name).read_bytes() for name in names]
+
+
 def one_line(problem: ValueError) -> None:
     if "\n" in str(problem) or not str(problem):
         raise AssertionError(f"not one sentence: {problem!r}") from problem
 
 
+REQUESTS = ({"crossspec": "off"}, {"crossspec_category": "law"})
+CONFIGS = _files(*(f"{name}/config.json" for name in ("eagle3", "dflash", "dart", "confu", "draft-model")))
 TARGETS = {
-    "trie": Target("a .trie of DART's, imported and looked up", _tiny_trie, _read_trie, ("vllm_crossspec.ngram",)),
-    "store": Target("an n-gram store, opened and looked up", _tiny_store, _read_store, ("vllm_crossspec.ngram",)),
-    "spec": Target(
-        "a speculative_config", lambda: [json.dumps(SPEC).encode()], _read_spec, ("vllm_crossspec.config_parsing",)
-    ),
-    "calibration": Target("HeteroSpec's calibration", _calibrations, _read_calibration, ("vllm_crossspec.adaptive",)),
-    "router": Target("a router's router.json", _routers, _read_router, ("vllm_crossspec.router.checkpoint",)),
-    "clusters": Target("FlashHead's clusters", _clusters, _read_clusters, ("vllm_crossspec.heads",)),
-    "head": Target(
-        "FlashHead's config.json",
-        lambda: [(POCKET / HEAD / "config.json").read_bytes()],
-        _read_heads,
-        ("vllm_crossspec.heads",),
-    ),
-    "costs": Target("a router's costs", _costs, _read_costs, ("vllm_crossspec.router.costs",)),
-    "rows": Target("rows of `crossspec batch`", _rows, _read_rows, ("vllm_crossspec.cli",)),
-    "request": Target(
-        "a request's extra arguments",
-        lambda: [json.dumps(asked).encode() for asked in ({"crossspec": "off"}, {"crossspec_category": "law"})],
-        _read_request,
-        ("vllm_crossspec.engine.requests",),
-    ),
-    "config": Target("a drafter's config.json, by every kind", _configs, _read_config, ("vllm_crossspec.drafters",)),
+    name: Target(description, seeds, read, (f"vllm_crossspec.{watched}",))
+    for name, description, seeds, read, watched in (
+        ("trie", "a .trie of DART's, imported and looked up", _tiny_trie, _read_trie, "ngram_store"),
+        ("store", "an n-gram store, opened and looked up", _tiny_store, _read_store, "ngram_store"),
+        ("spec", "a speculative_config", lambda: [json.dumps(SPEC).encode()], _read_spec, "config.parse"),
+        ("calibration", "HeteroSpec's", _files("heterospec/calibration.json"), _read_calibration, "heterospec"),
+        ("router", "a router's router.json", _files("router/router.json"), _read_router, "routing.checkpoint"),
+        ("clusters", "FlashHead's clusters", _clusters, _read_clusters, "drafting.flashhead"),
+        ("head", "FlashHead's config.json", _files(f"{HEAD}/config.json"), _read_heads, "drafting.flashhead"),
+        ("costs", "a router's costs", _costs, _read_costs, "load.costs"),
+        ("rows", "rows of `crossspec batch`", _rows, _read_rows, "cli"),
+        (
+            "request",
+            "a request's extra arguments",
+            lambda: [json.dumps(asked).encode() for asked in REQUESTS],
+            _read_request,
+            "step.requests",
+        ),
+        ("config", "a drafter's config.json, by every kind", CONFIGS, _read_config, "drafters"),
+    )
 }
 
 
@@ -282,7 +271,7 @@ def main() -> None:
     except ModuleNotFoundError:
         sys.exit("fuzz.py: this needs atheris: pip install atheris")
     target = TARGETS[given.target]
-    with atheris.instrument_imports(include=list(target.watched), exclude=[COMPILED]):
+    with atheris.instrument_imports(include=list(target.watched)):
         for seed in target.seeds():  # imports what is watched
             path = Path(tempfile.mkdtemp(prefix="crossspec-fuzz-")) / "input"
             path.write_bytes(seed)

@@ -34,30 +34,18 @@ TREES = {
 HEADS = {"eagle3": "flashhead-eagle3", "draft_model": "flashhead-draft-model"}
 NEURAL = 0.1
 """Of the cases: a trained router is of two drafters, which would seldom be drawn together."""
-ENGINE: Mapping[str, Any] = MappingProxyType(
-    {
-        "dtype": "float32",
-        "max_model_len": 512,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 512,
-        "block_size": 32,
-        "enable_prefix_caching": True,
-        "async_scheduling": False,
-    }
-)
-"""What plain decoding has, and every case where it says nothing else. Nobody changes it: tests share it."""
+ENGINE: Mapping[str, Any] = MappingProxyType({
+    "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512, "block_size": 32,
+    "enable_prefix_caching": True, "async_scheduling": False,
+})  # fmt: skip
+"""What plain decoding has, and every case where it says nothing else. Tests share it, so it must not change."""
 KV_CACHE_BYTES = 128 << 20
 """Of an engine: ten times what its requests can fill. Most of an engine's start would be to clear a gibibyte."""
+OBJECT = {"type": "object", "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["n"]}
 GRAMMARS = (
     {"choice": ["yes", "no", "perhaps, but only if it rains"]},
     {"regex": "[A-Z][a-z]{2,8}( [a-z]{2,8}){3}\\."},
-    {
-        "json": {
-            "type": "object",
-            "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}},
-            "required": ["n"],
-        }
-    },
+    {"json": OBJECT},
 )
 
 
@@ -283,10 +271,7 @@ _started = itertools.count()
 def engine_here(model: Path, spec: dict[str, Any] | None, **settings: Any) -> Iterator[Any]:
     """An engine in this process, where one starts in about a second; shut down at the end.
 
-    Args:
-        model: the target's folder.
-        spec: a speculative config; None: plain decoding.
-        settings: vLLM's, over those that make it small.
+    Without a ``spec`` it decodes plainly; ``settings`` go over those that make it small.
     """
     from vllm import LLM
 

@@ -6,7 +6,7 @@
 Each case is an engine (pocket target, float32) with a speculative config and settings of its own and `--each`
 requests, greedy and seeded, that come at different steps; some are aborted. Plain decoding answers the same requests in
 another process, which loads no plugin at all. A text that differs is shrunk to few requests and keys and written to
-`--found` as a JSON file, which `tests/test_hunt.py` runs from then on. The hunt goes on, and exits with 1 in the end.
+`--found` as a JSON file, which `tests/nightly/test_hunt.py` runs from then on. The hunt goes on, and exits with 1.
 
 With `--dtype bfloat16` sums round by their shape, so that near-ties fall either way. Then greedy requests alone are
 drawn, and for each text that differs the document has the gap between the two tokens in nats, by plain decoding one
@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import Any
 
 import hunt_cases
+from common import make_parser
 from hunt_cases import Case, Texts
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-FOUND = Path(__file__).resolve().parents[1] / "tests" / "hunted"
+FOUND = Path(__file__).resolve().parents[1] / "tests" / "nightly" / "hunted"
 BLOCK = 16
 """Cases that plain decoding answers together."""
 MAX_TRIES = 60
@@ -40,11 +41,7 @@ LOGPROBS = 20
 
 
 class Plain:
-    """Plain decoding in a process of its own, without a plugin.
-
-    Args:
-        settings: of its engine, over those of every case.
-    """
+    """Plain decoding in a process of its own, without a plugin; ``settings`` go over those of every case."""
 
     def __init__(self, **settings: Any):
         context = multiprocessing.get_context("spawn")
@@ -158,13 +155,7 @@ def _simpler_requests(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], tries: int = MAX_TRIES) -> Case:
-    """The smallest case that was found to fail still, after so many tries.
-
-    Args:
-        case: that fails.
-        fails: whether a case does; one whose engine does not start does not.
-        tries: most calls of ``fails``.
-    """
+    """The smallest case that was found to fail still, after at most so many calls of ``fails``."""
     left = itertools.repeat(None, tries)
     is_smaller = True
     while is_smaller:
@@ -283,15 +274,14 @@ def near_ties(given: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--texts", type=int, default=400, help="how many, rounded up to whole cases (default: 400)")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     parser.add_argument("--first", type=int, default=0, help="number of the first case: to go on, or to see one again")
     parser.add_argument("--each", type=int, default=40, help="requests of a case (default: 40)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--found", type=Path, default=FOUND, help="where cases that differ go (default: tests/hunted)")
+    parser.add_argument("--found", type=Path, default=FOUND, help="where cases that differ go (default: the tests')")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="write them as they were drawn")
-    parser.add_argument("--json", type=Path, help="the document's file")
     given = parser.parse_args()
     if given.texts < 1 or given.each < 1:
         parser.error("--texts and --each are 1 or more")

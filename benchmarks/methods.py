@@ -8,34 +8,18 @@ from typing import Any
 from shapes import SHAPES, random_router, write_clusters, write_models
 from synthetic_ngrams import write_store
 
-from vllm_crossspec.adaptive.calibration import BinFacts, Calibration, TreeShape, write_calibration
-from vllm_crossspec.adaptive.heterospec import GAMMAS, AdaptivePolicy, default_alpha, make_policy
-from vllm_crossspec.drafters.identity import identify
-from vllm_crossspec.router.checkpoint import save_router
+from vllm_crossspec.config.schema import AdaptivePolicy
+from vllm_crossspec.heterospec.calibration import BinFacts, Calibration, TreeShape, write_calibration
+from vllm_crossspec.heterospec.heterospec import GAMMAS, default_alpha, make_policy
+from vllm_crossspec.kinds.identity import identify
+from vllm_crossspec.kinds.tree import KINDS
+from vllm_crossspec.routing.checkpoint import save_router
 
 METHODS = (
-    "none",
-    "native-eagle3",
-    "native-dflash",
-    "eagle3",
-    "dflash",
-    "dart-chain",
-    "draft-model",
-    "flashhead",
-    "draft-model-tree",
-    "eagle3-tree",
-    "eagle3-heterospec",
-    "confu",
-    "confu-tree",
-    "dflash-tree",
-    "dflash-continuity",
-    "dart-nongram",
-    "dart",
-    "whiflash-eagle3",
-    "whiflash-dflash",
-    "whiflash-entropy",
-    "whiflash-neural",
-)
+    "none", "native-eagle3", "native-dflash", "eagle3", "dflash", "dart-chain", "draft-model", "flashhead",
+    "draft-model-tree", "eagle3-tree", "eagle3-heterospec", "confu", "confu-tree", "dflash-tree", "dflash-continuity",
+    "dart-nongram", "dart", "whiflash-entropy", "whiflash-neural",
+)  # fmt: skip
 # EAGLE-3's own sizes: levels of a tree, and children of a node and nodes of a level that get some.
 TREE_DEPTH, TREE_TOP_K = 8, 10
 ROUTED = ("whiflash-entropy", "whiflash-neural")
@@ -69,17 +53,14 @@ def speculative_config(method: str, models: dict[str, str], options: argparse.Na
     if method in STANDALONE:
         config = {"method": STANDALONE[method], "model": models["draft-model"], "tree": {"type": "chain"}, **length}
         return config | extra | ours | ({"head": models["clusters"]} if method == "flashhead" else {})
-    if method in SEARCHED:
-        return _searched_config(method, models, options)
+    if method in SEARCHED:  # DART's search: its appendix D has 25 candidates and a beam of 20, which are ours
+        ngrams = {"ngram": {"model": models["ngram"]}} if method in WITH_NGRAMS else {}
+        return _tree_config(method.partition("-")[0], models, options, "continuity") | ngrams
     if method in TREES:
         if method in ROUTED:
             return _routed_config(name, models, options)
         adaptive = {"adaptive": models["calibration"]} if method == ADAPTIVE else {}
         return _tree_config(meta, models, options) | adaptive
-    if meta == "whiflash":
-        drafters = {kind: {"model": models[kind], **extra} for kind in ("eagle3", "dflash")}
-        router = {"policy": "fixed", "drafter": name}
-        return {"method": meta, **length, "drafters": drafters, "router": router, **ours}
     if method == "confu":  # whole chains at every batch size, as EAGLE-3's are
         tree = {"type": "chain", "by_batch_size": {"1": options.tokens}}
         return {"method": method, "model": models[method], **length, "tree": tree}
@@ -87,22 +68,15 @@ def speculative_config(method: str, models: dict[str, str], options: argparse.Na
     return config if meta == "native" else config | {"tree": {"type": "chain"}, **ours}
 
 
-def _tree_config(kind: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
+def _tree_config(
+    kind: str, models: dict[str, str], options: argparse.Namespace, tree_type: str = "best_first"
+) -> dict[str, Any]:
     # Whole trees at every batch size: what they cost is what is asked here.
     whole = {"num_nodes": options.nodes, "by_batch_size": {"1": options.nodes}}
+    config = {"method": kind.replace("-", "_"), "model": models[kind]}
     if kind in ("eagle3", "confu", "draft-model"):
-        tree = {"type": "dynamic", "depth": TREE_DEPTH, "top_k": TREE_TOP_K, **whole}
-        return {"method": kind.replace("-", "_"), "model": models[kind], "tree": tree}
-    tree = {"type": "best_first", **whole}
-    return {"method": kind, "model": models[kind], "num_speculative_tokens": options.tokens, "tree": tree}
-
-
-def _searched_config(method: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
-    """DART's search (its appendix D: 25 candidates, a beam of 20) over the marginals of DART or DFlash."""
-    kind = method.partition("-")[0]
-    tree = {"type": "continuity", "num_nodes": options.nodes, "by_batch_size": {"1": options.nodes}}
-    config = {"method": kind, "model": models[kind], "num_speculative_tokens": options.tokens, "tree": tree}
-    return config | ({"ngram": {"model": models["ngram"]}} if method in WITH_NGRAMS else {})
+        return config | {"tree": {"type": "dynamic", "depth": TREE_DEPTH, "top_k": TREE_TOP_K, **whole}}
+    return config | {"num_speculative_tokens": options.tokens, "tree": {"type": tree_type, **whole}}
 
 
 def _routed_config(policy: str, models: dict[str, str], options: argparse.Namespace) -> dict[str, Any]:
@@ -144,35 +118,6 @@ def with_nodes(options: argparse.Namespace, num_nodes: int) -> argparse.Namespac
     return argparse.Namespace(**vars(options) | {"nodes": num_nodes})
 
 
-def contemplation(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What contemplating costs: each ConFu row beside the row of EAGLE-3's drafts of the same size.
-
-    Args:
-        rows: of ``round_time.document``.
-
-    Returns:
-        For each batch size of a ConFu method whose counterpart ran, too: ``round_ms``, ``target_ms``, ``draft_ms`` and
-        ``rest_ms``, medians on the device (on the host where there is no GPU), each with and without; and
-        ``share_of_round``, which part of ConFu's round EAGLE-3's does not take.
-    """
-    found = []
-    by_size = {(row["method"], row["num_nodes"], row.get("batch_size")): row for row in rows}
-    for (method, num_nodes, batch_size), row in by_size.items():
-        plain = by_size.get((CONTEMPLATING.get(method, ""), num_nodes, batch_size), {})
-        clock = "device_ms" if row.get("device_ms") else "host_ms"
-        if not row.get(clock) or not plain.get(clock):
-            continue
-        medians = {
-            f"{part}_ms": {"with": row[clock][part]["median"], "without": plain[clock][part]["median"]}
-            for part in ("round", "target", "draft", "rest")
-        }
-        whole = medians["round_ms"]
-        share = round(1 - whole["without"] / whole["with"], 4)
-        head = {"method": method, "beside": CONTEMPLATING[method], "num_nodes": num_nodes, "batch_size": batch_size}
-        found.append(head | {"clock": clock, **medians, "share_of_round": share})
-    return found
-
-
 def paper_policy(options: argparse.Namespace) -> AdaptivePolicy:
     """HeteroSpec's own sizes for these trees, every tree being in the surest bin: the most levels, the fewest rows.
 
@@ -190,7 +135,7 @@ def write_made_up_calibration(models: dict[str, Path], options: argparse.Namespa
         bins=(BinFacts(1.0, 1, 1, 1.0),) * len(policy.widths),
         gammas=GAMMAS,
         alpha=default_alpha(TREE_DEPTH),
-        tree=TreeShape(TREE_DEPTH, TREE_TOP_K, options.nodes),
+        tree=TreeShape(TREE_DEPTH, TREE_TOP_K, options.nodes, KINDS["dynamic"].defaults["sharpness"]),
         target=identify(str(models["target"]), "target"),
         drafter=identify(str(models["eagle3"]), "eagle3"),
         made={"made": "up"},
@@ -199,12 +144,9 @@ def write_made_up_calibration(models: dict[str, Path], options: argparse.Namespa
 
 
 def model_folders(options: argparse.Namespace, folder: Path) -> dict[str, str]:
-    """Where the models are: those of the user, or dummies below ``folder``.
+    """Where the models are by name: those of the user, or dummies below ``folder``.
 
-    Returns:
-        The folders ``target``, ``eagle3``, ``confu``, ``dflash``, ``dart``, ``draft-model`` and ``router``, and, made
-        only where one of the methods wants them, the file ``ngram`` of a store, the folder ``clusters`` of a head and
-        the file ``calibration`` of adaptive trees.
+    ``ngram``, ``clusters`` and ``calibration`` of adaptive trees are made where a method wants them.
     """
     if not options.checkpoints:
         shape = SHAPES[options.shape]

@@ -13,7 +13,6 @@ stream that the model runs on; events are read after the run. The stages, in the
 
 import time
 import warnings
-from bisect import bisect_right
 from collections import Counter
 from itertools import pairwise
 from typing import Any
@@ -25,23 +24,12 @@ from vllm_crossspec.host_copy import HostCopy
 
 STAGES = ("prepare", "target", "between", "sample", "draft")
 MARKS_PER_ROUND = 8
-RANGE_PREFIX = "round:"
-# What the CUDA runtime and driver call the things that we count, by the beginning of the name.
-API_CALLS = {
-    "kernel_launches": ("cudaLaunchKernel", "cuLaunchKernel", "cudaLaunchCooperativeKernel"),
-    "graph_launches": ("cudaGraphLaunch", "cuGraphLaunch"),
-    "copies_and_fills": ("cudaMemcpy", "cuMemcpy", "cudaMemset", "cuMemset"),
-    "waits": ("cudaStreamSynchronize", "cuStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
-    "device_mallocs": ("cudaMalloc", "cuMemAlloc", "cudaHostAlloc", "cudaFree"),
-}
 
 
 class Round:
-    """One step of the engine.
+    """One step of the engine; it ``is_decode`` where every request is past its prompt.
 
     Attributes:
-        num_requests, num_tokens: of the step.
-        is_decode: every request is past its prompt.
         marks: (stage that begins, host clock in seconds, event or None, allocations of the process so far or None).
         counts: by (what, stage); filled in counting mode.
     """
@@ -65,8 +53,6 @@ class Probe:
         self.mode = "time"
         self._events: list[Any] = []
         self._undo: list[Any] = []
-        self._range: Any = None
-        self._profiler: Any = None
         self._wrap()
 
     def _wrap(self) -> None:
@@ -83,6 +69,11 @@ class Probe:
             replay(graph)
 
         torch.cuda.CUDAGraph.replay = count_and_replay  # type: ignore[method-assign]
+        self._replay = replay
+
+    def unwrap(self) -> None:
+        """Give back what outlives the runner."""
+        torch.cuda.CUDAGraph.replay = self._replay  # type: ignore[method-assign]
 
     def _around(self, owner: Any, name: str, before: str, after: str | None, opens: bool = False) -> None:
         inner = getattr(owner, name)
@@ -109,17 +100,7 @@ class Probe:
             event.record()
         if self.on_gpu and self.mode == "count":
             allocations = _allocations(self.runner.device)
-        if self.mode == "profile":
-            self._close_range()
-            label = f"{RANGE_PREFIX}{stage}" if self.rounds[-1].is_decode else f"{RANGE_PREFIX}other"
-            self._range = torch.profiler.record_function(label)
-            self._range.__enter__()
         self.rounds[-1].marks.append((stage, time.perf_counter(), event, allocations))
-
-    def _close_range(self) -> None:
-        if self._range is not None:
-            self._range.__exit__(None, None, None)
-            self._range = None
 
     def _count(self, what: str) -> None:
         if self.rounds and self.rounds[-1].marks:
@@ -128,7 +109,7 @@ class Probe:
     # -- a run ------------------------------------------------------------------------------------------------
 
     def begin(self, mode: str, num_rounds: int) -> None:
-        """Start recording; ``mode`` is ``time``, ``count`` or ``profile``, each blind to the others' figures."""
+        """Start recording; ``mode`` is ``time`` or ``count``, each blind to the other's figures."""
         self.mode, self.rounds = mode, []
         if self.on_gpu and mode == "time":
             self._events = [torch.cuda.Event(enable_timing=True) for _ in range(num_rounds * MARKS_PER_ROUND)]
@@ -137,19 +118,13 @@ class Probe:
             torch.cuda.synchronize()
         if self.on_gpu and mode == "count":
             self._start_counting()
-        if mode == "profile":
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            activities += [torch.profiler.ProfilerActivity.CUDA] if self.on_gpu else []
-            self._profiler = torch.profiler.profile(activities=activities)
-            self._profiler.__enter__()
 
     def end(self) -> dict[str, Any]:
         """Stop recording.
 
         Returns:
-            ``rounds``: for every decode round that another round follows, its requests and tokens, milliseconds by
-            stage on the host and (on a GPU) on the device, and what was counted, by name and stage. ``sync_places``:
-            where the host waited for the device, by file and line. ``calls``: see :meth:`_read_profile`.
+            ``rounds``: every decode round that another follows, see :func:`_describe`. ``sync_places``: where the host
+            waited for the device, by file and line.
         """
         rounds, self.rounds = self.rounds or [], None
         if self.on_gpu:
@@ -157,16 +132,12 @@ class Probe:
         for undo in reversed(self._undo):
             undo()
         self._undo = []
-        found: dict[str, Any] = {"rounds": [], "sync_places": {}, "calls": None}
+        found: dict[str, Any] = {"rounds": [], "sync_places": {}}
         for this, following in pairwise(rounds):
             if this.is_decode and any(stage == "target" for stage, *_ in this.marks):
                 found["rounds"].append(_describe(this, following.marks[0]))
         if self.mode == "count":
             found["sync_places"] = dict(self._sync_places) if self.on_gpu else {}
-        if self.mode == "profile":
-            self._close_range()
-            self._profiler.__exit__(None, None, None)
-            found["calls"] = self._read_profile(sum(r.is_decode for r in rounds))
         return found
 
     # -- counting ---------------------------------------------------------------------------------------------
@@ -202,27 +173,9 @@ class Probe:
         setattr(owner, name, call)
         self._undo.append(lambda: setattr(owner, name, inner))
 
-    def _read_profile(self, num_rounds: int) -> dict[str, dict[str, float]]:
-        """Calls of the CUDA runtime and driver per decode round, by kind and stage."""
-        ranges, calls = [], []
-        for event in self._profiler.events():
-            if event.device_type == torch.autograd.DeviceType.CPU:
-                kind = next((k for k, names in API_CALLS.items() if event.name.startswith(names)), None)
-                if event.name.startswith(RANGE_PREFIX):
-                    ranges.append((event.time_range.start, event.name.removeprefix(RANGE_PREFIX)))
-                elif kind is not None:
-                    calls.append((event.time_range.start, kind))
-        ranges.sort()
-        starts = [start for start, _ in ranges]
-        counted: dict[str, Counter[str]] = {kind: Counter() for kind in API_CALLS}
-        for start, kind in calls:
-            index = bisect_right(starts, start) - 1
-            if index >= 0 and ranges[index][1] in STAGES:
-                counted[kind][ranges[index][1]] += 1
-        return {k: {s: c[s] / max(num_rounds, 1) for s in STAGES} for k, c in counted.items()}
-
 
 def _describe(this: Round, end: tuple[str, float, Any, int | None]) -> dict[str, Any]:
+    """Requests, tokens, milliseconds by stage on the host and on a GPU, and what was counted, by name and stage."""
     marks = [*this.marks, end]
     host = dict.fromkeys(STAGES, 0.0)
     device = dict.fromkeys(STAGES, 0.0)
@@ -261,14 +214,20 @@ def install(worker: Any) -> dict[str, Any]:
     return describe(worker)
 
 
+def uninstall(worker: Any) -> None:
+    """Make way for the next engine of this process."""
+    global _probe
+    assert _probe is not None
+    _probe.unwrap()
+    _probe = None
+
+
 def begin(worker: Any, mode: str, num_rounds: int) -> None:
-    """See :meth:`Probe.begin`."""
     assert _probe is not None
     _probe.begin(mode, num_rounds)
 
 
 def end(worker: Any) -> dict[str, Any]:
-    """See :meth:`Probe.end`."""
     assert _probe is not None
     return _probe.end()
 
@@ -286,8 +245,9 @@ def describe(worker: Any) -> dict[str, Any]:
         for name, manager in vars(thing).items()
         if isinstance(manager, CudaGraphManager)
     }
-    catch_ups = getattr(runner.speculator, "context_graphs", {})
-    graphs |= {f"draft {name} catch-up": len(captured) for name, captured in catch_ups.items()}
+    backlogs = getattr(runner.speculator, "backlogs", None)
+    queues = {} if backlogs is None else backlogs.queues
+    graphs |= {f"draft {name} catch-up": len(queue.graphs) for name, queue in queues.items() if queue.graphs}
     one = torch.ones(1, device=runner.device)
     return {
         "device": torch.cuda.get_device_name(runner.device) if on_gpu else "cpu",

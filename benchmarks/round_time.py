@@ -1,7 +1,7 @@
 """Time per decoding round, split into the target's forward, the draft, and the rest.
 
-Runs vLLM's native EAGLE-3 and DFlash and this project's proposers side by side on one machine, with dummy weights at
-real shapes, each method in a process of its own, and prints one JSON document as its last line:
+Runs vLLM's native EAGLE-3 and DFlash and this project's proposers, each in its own process, with dummy weights at real
+shapes. The last line is one JSON document:
 
     python benchmarks/round_time.py --shape 8b --batch-sizes 1,8,32 --context 1024 --tokens 7
 
@@ -10,7 +10,6 @@ Times mean something on a GPU only. benchmarks/README.md describes the figures.
 
 import argparse
 import json
-import multiprocessing
 import os
 import platform
 import random
@@ -25,26 +24,21 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from methods import (
-    MATCHED,
-    METHODS,
-    TREE_DEPTH,
-    TREES,
-    contemplation,
-    model_folders,
-    query_lengths,
-    speculative_config,
-    with_nodes,
-)
+from common import emit, make_parser, names_of, numbers, origin, spread
+from methods import MATCHED, METHODS, TREE_DEPTH, TREES, model_folders, query_lengths, speculative_config, with_nodes
 from shapes import SHAPES
-
-from vllm_crossspec.cli.processes import PRELOADED, is_cpu_lane
 
 GRAPHS = {
     "default": {},
     "full": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    # Steps with prompts in them replay graphs, too, between the attention layers: what `vllm serve` does, uncompiled.
+    "piecewise": {"mode": 0, "cudagraph_mode": "FULL_AND_PIECEWISE"},
     "off": {"mode": 0, "cudagraph_mode": "NONE"},
 }
+PIECEWISE_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 768, 1024)
+"""Tokens of the steps with prompts whose graphs are captured: vLLM's own largest is 512, 8 requests of 61 rows."""
+BREAKABLE = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
+"""Environment in which vLLM captures such graphs of a model that it has not compiled."""
 # Rounds at the start of a run that are not counted: kernels are compiled and pools grow.
 NUM_WARM_UP_ROUNDS = 4
 NOT_MEANINGFUL = {
@@ -53,33 +47,34 @@ NOT_MEANINGFUL = {
 }
 
 
-def arguments(argv: list[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Options of the engine and its models."""
     add = parser.add_argument
     add("--shape", choices=SHAPES, default="8b", help="sizes of the target and its drafters")
-    add("--methods", type=_methods, help="comma-separated, of: " + ", ".join(METHODS))
+    folders = "target, eagle3, dflash, dart, draft-model, ngram"
+    add("--checkpoints", type=Path, help=f"folder of real models ({folders}) in place of the shape's dummies")
+    add("--tokens", type=int, default=7, help="draft tokens a round (K); levels of the trees of DFlash and DART")
+    add("--graphs", choices=GRAPHS, default="default", help="vLLM's; full, piecewise: no torch.compile; off: none")
+    add("--layers", type=int, help="target layers, if not the shape's own (to see that everything runs)")
+    add("--gpu-memory", type=float, default=0.6, help="share of the device memory that vLLM may take")
+
+
+def arguments(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    add_engine(parser)
+    add("--methods", type=names_of(METHODS, "method"), help="comma-separated, of: " + ", ".join(METHODS))
     add("--batch-sizes", type=numbers, default=[1, 8, 32], help="requests that decode together, comma-separated")
     add("--context", type=int, default=512, help="prompt tokens of each request")
-    add("--tokens", type=int, default=7, help="draft tokens a round (K); levels of the trees of DFlash and DART")
     add("--nodes", type=numbers, default=[60], help="draft tokens a round of the tree methods, comma-separated")
     add("--rounds", type=int, default=64, help="decode rounds to measure, for each batch size")
     add("--threshold", type=float, help="of the routed methods' router (default: as measured at start-up)")
     add("--temperature", type=float, default=0.0, help="of the target's sampling")
     add("--acceptance", type=float, help="accept by chance, this many tokens a round on average (chains only)")
-    add("--graphs", choices=GRAPHS, default="default", help="default: vLLM's; full: no torch.compile; off: no graphs")
-    add("--layers", type=int, help="target layers, if not the shape's own (to see that everything runs)")
-    add(
-        "--checkpoints",
-        type=Path,
-        help="folder of real models (target, eagle3, dflash, dart, draft-model, ngram) in place of the shape's dummies",
-    )
-    add("--gpu-memory", type=float, default=0.6, help="share of the device memory that vLLM may take")
-    add("--profile", action="store_true", help="also count the calls of the CUDA runtime by PyTorch's profiler")
     add("--own-process", action="store_true", help="engine in a process of its own, as `vllm serve` runs it")
     add("--timeout", type=int, default=600, help="seconds for each method")
     add("--folder", type=Path, help="where configs and logs go (default: a temporary folder)")
-    add("--json", type=Path, help="also write the document to this file")
     add("--child", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     options.tree_sizes, options.nodes = options.nodes, options.nodes[0]
@@ -93,17 +88,6 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def numbers(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
-def _methods(text: str) -> list[str]:
-    for name in (names := text.split(",")):
-        if name not in METHODS:
-            raise argparse.ArgumentTypeError(f"there is no method {name!r}; known: {', '.join(METHODS)}")
-    return names
-
-
 # -- one method, in a process of its own ---------------------------------------------------------------------------
 
 
@@ -115,7 +99,9 @@ def engine_settings(method: str, models: dict[str, str], options: argparse.Names
     largest = max(options.batch_sizes)
     compilation = dict(GRAPHS[options.graphs])
     if options.graphs != "off":
-        compilation["cudagraph_capture_sizes"] = sorted({n * q for n in options.batch_sizes for q in widths})
+        sizes = {n * q for n in options.batch_sizes for q in widths}
+        sizes |= set(PIECEWISE_SIZES) if options.graphs == "piecewise" else set()
+        compilation["cudagraph_capture_sizes"] = sorted(sizes)
     return {
         "model": models["target"],
         "load_format": "auto" if options.checkpoints else "dummy",
@@ -132,6 +118,17 @@ def engine_settings(method: str, models: dict[str, str], options: argparse.Names
     }
 
 
+def keep_dummy_heads() -> None:
+    """Leave EAGLE-3 drafters their own output layer where weights are made up, ours and vLLM's alike.
+
+    vLLM learns from the checkpoint's tensors that there is one. With dummy weights none is read, and the target's
+    layer, five times as large at Qwen3's shape, would take its place.
+    """
+    from vllm.model_executor.models.llama_eagle3 import Eagle3LlamaForCausalLM
+
+    Eagle3LlamaForCausalLM.has_own_lm_head = True
+
+
 def _num_tokens(options: argparse.Namespace) -> int:
     """Enough for every measured round, even where all drafts are accepted."""
     return (options.rounds + NUM_WARM_UP_ROUNDS + 2) * (max(options.tokens, TREE_DEPTH) + 1)
@@ -144,15 +141,18 @@ def run_child(options: argparse.Namespace) -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1" if options.own_process else "0"
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # our own functions go to our own engine process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.update(BREAKABLE if options.graphs == "piecewise" else {})
     import probe
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    from vllm_crossspec.engine.jobs.offline import keep_to_one_process
+    from vllm_crossspec.jobs.offline import keep_to_one_process
 
     settings = engine_settings(job["method"], job["models"], options)
     if current_platform.is_cpu():  # compiling for the CPU says nothing about a GPU, nor does a worker's own process
         keep_to_one_process(settings)
+    if settings["load_format"] == "dummy":
+        keep_dummy_heads()
     started = time.perf_counter()
     llm = LLM(**settings)
     seconds = time.perf_counter() - started
@@ -162,20 +162,24 @@ def run_child(options: argparse.Namespace) -> None:
         "seconds_to_start": round(seconds, 1),
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
-        "kernels_interpreted": kernels_interpreted(),
         "num_gpu_blocks": config.cache_config.num_gpu_blocks,
     }
-    rows = []
-    for batch_size in options.batch_sizes:
-        generate(llm, batch_size, NUM_WARM_UP_ROUNDS, options)
-        runs = {}
-        for mode in ("time", "count") + (("profile",) if options.profile else ()):
-            num_rounds = options.rounds if mode == "time" else min(options.rounds, 16)
-            llm.collective_rpc(probe.begin, args=(mode, options.rounds + NUM_WARM_UP_ROUNDS + 8))
-            tokens_per_round = generate(llm, batch_size, num_rounds + NUM_WARM_UP_ROUNDS + 1, options)
-            runs[mode] = llm.collective_rpc(probe.end)[0] | {"tokens_per_round": tokens_per_round}
-        rows.append(summarise(runs, batch_size, options))
+    rows = [measure(llm, batch_size, options) for batch_size in options.batch_sizes]
     Path(job["result"]).write_text(json.dumps({"engine": engine, "rows": rows}))
+
+
+def measure(llm: Any, batch_size: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Rounds of one batch size, one run for each mode of the probe, which is installed."""
+    import probe
+
+    generate(llm, batch_size, NUM_WARM_UP_ROUNDS, options)
+    runs = {}
+    for mode in ("time", "count"):
+        num_rounds = options.rounds if mode == "time" else min(options.rounds, 16)
+        llm.collective_rpc(probe.begin, args=(mode, options.rounds + NUM_WARM_UP_ROUNDS + 8))
+        tokens_per_round = generate(llm, batch_size, num_rounds + NUM_WARM_UP_ROUNDS + 1, options)
+        runs[mode] = llm.collective_rpc(probe.end)[0] | {"tokens_per_round": tokens_per_round}
+    return summarise(runs, batch_size, options)
 
 
 def generate(llm: Any, batch_size: int, num_rounds: int, options: argparse.Namespace) -> float:
@@ -224,7 +228,6 @@ def summarise(runs: dict[str, dict[str, Any]], batch_size: int, options: argpars
     row["tokens_per_round"] = round(runs["time"]["tokens_per_round"], 3)
     row["per_round"] = _means([r["counts"] for r in counted])
     row["sync_places"] = runs["count"]["sync_places"]
-    row["calls"] = runs["profile"]["calls"] if "profile" in runs else None
     return row
 
 
@@ -241,15 +244,9 @@ def _split(rounds: list[dict[str, float]]) -> dict[str, Any]:
     columns = {stage: [r[stage] for r in rounds] for stage in rounds[0]}
     total = [sum(r.values()) for r in rounds]
     rest = [t - r["target"] - r["draft"] for t, r in zip(total, rounds, strict=True)]
-    parts = {part: _spread(columns[part]) for part in ("prepare", "sample", "between")}
-    spread = {"round": total, "target": columns["target"], "draft": columns["draft"], "rest": rest}
-    return {name: _spread(values) for name, values in spread.items()} | {"rest_parts": parts}
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    ordered = sorted(values)
-    p90 = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
-    return {"median": round(statistics.median(ordered), 4), "p90": round(p90, 4)}
+    parts = {part: spread(columns[part], 4) for part in ("prepare", "sample", "between")}
+    whole = {"round": total, "target": columns["target"], "draft": columns["draft"], "rest": rest}
+    return {name: spread(values, 4) for name, values in whole.items()} | {"rest_parts": parts}
 
 
 def _means(counts: list[dict[str, int]]) -> dict[str, dict[str, float]]:
@@ -258,12 +255,6 @@ def _means(counts: list[dict[str, int]]) -> dict[str, dict[str, float]]:
         what, _, stage = key.partition("/")
         means.setdefault(what, {})[stage] = round(sum(c.get(key, 0) for c in counts) / len(counts), 3)
     return means
-
-
-def kernels_interpreted() -> bool:
-    import triton
-
-    return bool(triton.knobs.runtime.interpret)
 
 
 # -- all methods ---------------------------------------------------------------------------------------------------
@@ -283,38 +274,19 @@ def run_method(method: str, models: dict[str, str], folder: Path, options: argpa
 
 
 def _status(command_line: list[str], log: Path, timeout: int) -> int | str:
-    """How a child with these arguments ended; on a CPU it is a fork of a server that has imported vLLM for all."""
-    late = f"no result after {timeout} s"
-    if is_cpu_lane() and sys.platform.startswith("linux"):
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([PRELOADED])
-        process = context.Process(target=_forked, args=(command_line, str(log)))
-        process.start()
-        try:
-            process.join(timeout)
-            return late if process.exitcode is None else process.exitcode
-        finally:
-            process.kill()
-            process.join()
+    """How a child with these arguments ended."""
+    command = [sys.executable, str(Path(__file__).resolve()), *command_line]
     with log.open("wb") as output:
         try:
-            command = [sys.executable, str(Path(__file__).resolve()), *command_line]
             return subprocess.run(command, stdout=output, stderr=output, timeout=timeout).returncode
         except subprocess.TimeoutExpired:
-            return late
-
-
-def _forked(command_line: list[str], log: str) -> None:
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-    for descriptor in (1, 2):
-        os.dup2(output, descriptor)
-    run_child(arguments(command_line))
+            return f"no result after {timeout} s"
 
 
 def document(
     results: dict[tuple[str, int], dict[str, Any]], models: dict[str, str], options: argparse.Namespace
 ) -> dict[str, Any]:
-    """The JSON document: ``meta``, ``rows``, one for each method, tree size and batch size, and ``contemplation``.
+    """The JSON document: ``meta``, and ``rows``, one for each method, tree size and batch size.
 
     ``results`` are those of :func:`run_method`, by method and draft tokens of a tree.
     """
@@ -331,7 +303,7 @@ def document(
         if "error" in result:
             rows.append(head | {"error": result["error"], "log": result["log"]})
         rows += [head | row for row in result["rows"]]
-    return {"meta": meta(results, options), "rows": rows, "contemplation": contemplation(rows)}
+    return {"meta": meta(results, options), "rows": rows}
 
 
 def meta(results: dict[Any, dict[str, Any]], options: argparse.Namespace) -> dict[str, Any]:
@@ -340,14 +312,11 @@ def meta(results: dict[Any, dict[str, Any]], options: argparse.Namespace) -> dic
     kind = None
     if engines:
         kind = "cpu" if engines[0]["device"] == "cpu" else "simulated GPU" if engines[0]["simulated"] else "gpu"
-    return {
-        "benchmark": "round_time",
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "commit": _commit(),
-        "versions": {"python": platform.python_version()} | _versions("vllm", "torch", "triton", "transformers"),
-        "hardware": {"kind": kind, "device": engines[0]["device"] if engines else None, "cpus": os.cpu_count()},
-        "kernels_interpreted": any(e["kernels_interpreted"] for e in engines),
+    about = origin("round_time")
+    names = ("vllm", "torch", "triton", "transformers")
+    return about | {
+        "versions": {"python": platform.python_version()} | {name: metadata.version(name) for name in names},
+        "hardware": about["hardware"] | {"kind": kind, "device": engines[0]["device"] if engines else None},
         "times_mean_something": kind == "gpu",
         "note": NOT_MEANINGFUL.get(kind or ""),
         **_weights(options),
@@ -371,25 +340,6 @@ def _weights(options: argparse.Namespace) -> dict[str, Any]:
     if options.acceptance is not None:
         found["acceptance"] = f"synthetic: vLLM accepts by chance, {options.acceptance} tokens a round on average"
     return found
-
-
-def _versions(*names: str) -> dict[str, str | None]:
-    found: dict[str, str | None] = {}
-    for name in names:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
-
-
-def _commit() -> str | None:
-    """HEAD, with ``-dirty`` where the tree differs; None outside a repository."""
-    try:
-        describe = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-        return subprocess.run(describe, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def main() -> int:
@@ -417,7 +367,7 @@ def main() -> int:
             whole = document(results, models, options)
             if options.json:  # after each method: what is measured outlasts an end in the next one
                 options.json.write_text(json.dumps(whole, indent=1) + "\n")
-    print(json.dumps(whole))
+    emit(whole, None)
     return 1 if any("error" in row for row in whole["rows"]) else 0
 
 

@@ -13,26 +13,22 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import save_file
 
+from crossspec_tools.flashhead.files import save_assets
 from vllm_crossspec.drafters.confu.checkpoint import ARCHITECTURE, MODEL_TYPE
-from vllm_crossspec.heads.flashhead.assets import Assets, save_assets
-from vllm_crossspec.router.checkpoint import RouterCheckpoint, RouterFacts, save_router
+from vllm_crossspec.drafting.flashhead.assets import Assets
+from vllm_crossspec.routing.checkpoint import RouterCheckpoint, RouterFacts, save_router
 
 
 class Shape(NamedTuple):
-    """Sizes of one Qwen3 target and of the drafters that go with it.
+    """Sizes of one Qwen3 target and of the drafters that go with it, whose layers are of the same size.
 
     Attributes:
-        hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim, vocab_size: of the target; the
-            drafters' layers are of the same size.
         tied: whether the target's output head is its embedding.
         draft_vocab_size: of the EAGLE-3 and the DART drafter's own heads.
-        dflash_layers: of the DFlash drafter.
         dflash_block: tokens of a DFlash block, the last accepted one included.
         mask_token_id: the token that DFlash drafts in place of.
         dart_tokens: that one forward of the DART drafter drafts.
         soft_prompts, experts, top_experts: of the ConFu drafter.
-        eos_token_id: of the target.
-        max_positions: longest context.
     """
 
     hidden_size: int
@@ -60,13 +56,7 @@ SHAPES = {
     "4b": Shape(2560, 9728, 36, 32, 8, tied=True),
     "8b": Shape(4096, 12288, 36, 32, 8, tied=False),
     "14b": Shape(5120, 17408, 40, 40, 8, tied=False),
-    "pocket": Shape(
-        256,
-        768,
-        8,
-        4,
-        2,
-        tied=True,
+    "pocket": Shape(256, 768, 8, 4, 2, tied=True)._replace(
         head_dim=64,
         vocab_size=4096,
         draft_vocab_size=4096,
@@ -88,11 +78,9 @@ def write_models(folder: Path, shape: Shape) -> dict[str, Path]:
         The path of each, by that name.
     """
     configs = {
+        **drafter_configs(shape),
         "target": target_config(shape),
-        "eagle3": eagle3_config(shape),
         "confu": confu_config(shape),
-        "dflash": dflash_config(shape),
-        "dart": dart_config(shape),
         "draft-model": target_config(draft_model_shape(shape)),
     }
     for name, config in configs.items():
@@ -113,12 +101,18 @@ def draft_model_shape(shape: Shape) -> Shape:
 
 
 def write_clusters(folder: Path, shape: Shape) -> None:
-    """Made-up clusters of 16 tokens for the draft model's output layer, whose weights are made up, too."""
-    draw, small = torch.Generator().manual_seed(0), draft_model_shape(shape)
-    members = torch.randperm(small.vocab_size, generator=draw).view(-1, CLUSTER_SIZE).sort(dim=1).values
-    centroids = torch.randn(len(members), small.hidden_size, generator=draw).to(torch.bfloat16)
-    num_probes = min(NUM_PROBES, len(members))
-    save_assets(folder, Assets(centroids, members, (small.eos_token_id,), num_probes, facts={"made": "at random"}))
+    """Clusters for the draft model's output layer."""
+    small = draft_model_shape(shape)
+    clusters = made_up_clusters(small.vocab_size, small.hidden_size)
+    save_assets(folder, clusters._replace(special_token_ids=(small.eos_token_id,)))
+
+
+def made_up_clusters(vocab_size: int, hidden_size: int) -> Assets:
+    """Random clusters of 16 tokens for an output layer whose weights are made up, too."""
+    draw = torch.Generator().manual_seed(0)
+    members = torch.randperm(vocab_size, generator=draw).view(-1, CLUSTER_SIZE).sort(dim=1).values
+    centroids = torch.randn(len(members), hidden_size, generator=draw).to(torch.bfloat16)
+    return Assets(centroids, members, (0, 1, 2), min(NUM_PROBES, len(members)), facts={"made": "at random"})
 
 
 def random_router(hidden_size: int) -> RouterCheckpoint:
@@ -141,14 +135,22 @@ def target_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def eagle3_config(shape: Shape) -> dict[str, Any]:
-    """``config.json`` of an EAGLE-3 drafter, as SafeAILab and AngelSlim write it."""
-    return _layer_config(shape) | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "draft_vocab_size": shape.draft_vocab_size,
-        "tie_word_embeddings": False,
+def drafter_configs(shape: Shape) -> dict[str, dict[str, Any]]:
+    """``config.json`` of EAGLE-3 (SafeAILab's, AngelSlim's), DFlash (z-lab's) and DART (fvliang's)."""
+
+    def config(architecture: str, model_type: str, num_layers: int, **more: Any) -> dict[str, Any]:
+        about = {"architectures": [architecture], "model_type": model_type, "num_hidden_layers": num_layers}
+        return _layer_config(shape) | about | {"tie_word_embeddings": False} | more
+
+    small = {"draft_vocab_size": shape.draft_vocab_size}
+    taps = {"mask_token_id": shape.mask_token_id, "target_layer_ids": dflash_taps(shape.num_layers)}
+    block = {"layer_types": ["full_attention"] * shape.dflash_layers, "block_size": shape.dflash_block}
+    target = {"num_target_layers": shape.num_layers, "dflash_config": taps}
+    masks = {"draft_length": shape.dart_tokens - 1, "mlp_bias": False, "rope_scaling": None}  # length counts the masks
+    return {
+        "eagle3": config("LlamaForCausalLMEagle3", "llama", 1, **small),
+        "dflash": config("DFlashDraftModel", "qwen3", shape.dflash_layers, **block, **target),
+        "dart": config("LlamaForCausalLMDart", "llama", 1, **small, **masks),
     }
 
 
@@ -183,37 +185,6 @@ def confu_config(shape: Shape) -> dict[str, Any]:
         "transformer_layer_config": _layer_config(shape)
         | {"model_type": "llama", "num_hidden_layers": 1, "mlp_bias": False, "rope_scaling": None}
         | {"tie_word_embeddings": False},
-    }
-
-
-def dflash_config(shape: Shape) -> dict[str, Any]:
-    """``config.json`` of a DFlash drafter, as z-lab writes it."""
-    return _layer_config(shape) | {
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "num_hidden_layers": shape.dflash_layers,
-        "layer_types": ["full_attention"] * shape.dflash_layers,
-        "num_target_layers": shape.num_layers,
-        "block_size": shape.dflash_block,
-        "dflash_config": {
-            "mask_token_id": shape.mask_token_id,
-            "target_layer_ids": dflash_taps(shape.num_layers),
-        },
-        "tie_word_embeddings": False,
-    }
-
-
-def dart_config(shape: Shape) -> dict[str, Any]:
-    """``config.json`` of a DART drafter, as fvliang writes it: ``draft_length`` counts the masks."""
-    return _layer_config(shape) | {
-        "architectures": ["LlamaForCausalLMDart"],
-        "model_type": "llama",
-        "num_hidden_layers": 1,
-        "draft_length": shape.dart_tokens - 1,
-        "draft_vocab_size": shape.draft_vocab_size,
-        "mlp_bias": False,
-        "rope_scaling": None,
-        "tie_word_embeddings": False,
     }
 
 

@@ -1,7 +1,7 @@
 """What switching between drafters and routing cost beside a decoding round (WhiFlash, tables 4, 6 and 12).
 
-Loads a target with both drafters and draft trees, dummy weights at real shapes, and times dummy rounds of each drafter,
-its catching up with so many missed tokens, and the routers; prints one JSON document as its last line:
+Loads a target with both drafters and draft trees, with dummy weights at real shapes. It times dummy rounds of each
+drafter, catching up with missed tokens, and the routers. The last line is one JSON document:
 
     python benchmarks/switch_cost.py --shape 8b --batch-sizes 1,8 --contexts 512,1024,2048,4096,8192
 
@@ -10,7 +10,6 @@ Times mean something on a GPU only. benchmarks/README.md describes the figures.
 
 import argparse
 import functools
-import json
 import os
 import statistics
 import sys
@@ -22,8 +21,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import round_time
+from common import emit, make_parser, numbers
 from methods import model_folders
-from shapes import SHAPES, random_router
+from shapes import random_router
 
 METHOD = "whiflash-neural"
 POLICIES = ("entropy", "neural", "goodput")
@@ -32,20 +32,14 @@ NUM_WARM_UPS = 3
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line; what ``round_time`` asks for besides gets its defaults."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add, numbers = parser.add_argument, round_time.numbers
-    add("--shape", choices=SHAPES, default="8b", help="sizes of the target and its drafters")
-    add("--checkpoints", type=Path, help="folder of real models: target, eagle3, dflash (default: dummies)")
+    parser = make_parser(__doc__)
+    add = parser.add_argument
+    round_time.add_engine(parser)
     add("--batch-sizes", type=numbers, default=[1, 8], help="requests of the rounds, comma-separated")
     add("--contexts", type=numbers, default=[512, 1024, 2048, 4096, 8192], help="tokens before the drafts")
     add("--backlogs", type=numbers, default=[1, 64, 90, 128, 512, 1024], help="missed tokens of the one that switches")
-    add("--tokens", type=int, default=7, help="positions of a DFlash block")
     add("--nodes", type=int, default=60, help="draft tokens of a round")
     add("--repeats", type=int, default=20, help="how often each is timed")
-    add("--graphs", choices=round_time.GRAPHS, default="default", help="see round_time.py")
-    add("--layers", type=int, help="target layers, if not the shape's own (to see that everything runs)")
-    add("--gpu-memory", type=float, default=0.6, help="share of the device memory that vLLM may take")
-    add("--json", type=Path, help="also write the document to this file")
     options = parser.parse_args(argv)
     others = round_time.arguments(["--methods", METHOD, "--threshold", "0"])
     options.context, options.rounds, options.tree_sizes = max(options.contexts), 1, [options.nodes]
@@ -54,7 +48,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def time_calls(call: Any, device: torch.device, repeats: int) -> float:
     """Median milliseconds of ``call()``: on a GPU of its stream, as the host feeds it."""
-    from vllm_crossspec.engine.startup.clock import StepClock
+    from vllm_crossspec.load.clock import StepClock
 
     for _ in range(NUM_WARM_UPS):
         call()
@@ -68,7 +62,7 @@ def time_calls(call: Any, device: torch.device, repeats: int) -> float:
 
 def router_call(host: Any, policy: str, num_reqs: int) -> Any:
     """One decision of a router of the target's size over a batch, as a function without arguments."""
-    from vllm_crossspec.router.base import Router, RouterSettings
+    from vllm_crossspec.routing.base import Router, RouterSettings
 
     config = host.vllm_config.model_config
     hidden_size, vocab_size = config.get_hidden_size(), config.get_vocab_size()
@@ -96,13 +90,13 @@ def router_call(host: Any, policy: str, num_reqs: int) -> Any:
 @torch.inference_mode()
 def measure(worker: Any, job: dict[str, Any]) -> list[dict[str, Any]]:
     """Runs in the worker: the rows of the document."""
-    from vllm_crossspec.engine.startup import step_costs as load
+    from vllm_crossspec.load import measure as load
 
     runner, repeats = worker.model_runner, job["repeats"]
     host, device = runner.speculator, runner.device
     rows = []
     for num_reqs in job["batch_sizes"]:
-        calls = {name: functools.partial(host.catch_up_on_nothing, name) for name in host.order}
+        calls = {name: functools.partial(host.backlogs.catch_up_on_nothing, name) for name in host.order}
         switches = {
             name: {n: time_calls(functools.partial(call, n), device, repeats) for n in job["backlogs"]}
             for name, call in calls.items()
@@ -135,7 +129,7 @@ def describe(step: float, draft: float, switches: dict[int, float], routers: dic
     }
 
 
-def main(argv: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> None:
     """Start the engine, measure in its worker, print."""
     options = arguments(argv)
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -145,7 +139,7 @@ def main(argv: list[str] | None = None) -> int:
     from vllm import LLM
     from vllm.platforms import current_platform
 
-    from vllm_crossspec.engine.jobs.offline import keep_to_one_process
+    from vllm_crossspec.jobs.offline import keep_to_one_process
 
     settings = round_time.engine_settings(METHOD, model_folders(options, folder), options)
     if current_platform.is_cpu():
@@ -155,14 +149,10 @@ def main(argv: list[str] | None = None) -> int:
     llm = LLM(**settings)
     job = {name: getattr(options, name) for name in ("batch_sizes", "contexts", "backlogs", "repeats")}
     rows = llm.collective_rpc(measure, args=(job,))[0]
-    engine = llm.collective_rpc(probe.describe)[0] | {"kernels_interpreted": round_time.kernels_interpreted()}
+    engine = llm.collective_rpc(probe.describe)[0]
     meta = round_time.meta({METHOD: {"engine": engine}}, options) | {"benchmark": "switch_cost", "engine": engine}
-    document = {"meta": meta, "rows": rows}
-    if options.json:
-        options.json.write_text(json.dumps(document, indent=1) + "\n")
-    print(json.dumps(document))
-    return 0
+    emit({"meta": meta, "rows": rows}, options.json)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

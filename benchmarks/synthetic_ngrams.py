@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from vllm_crossspec.ngram.build import build, make_plan
+from crossspec_tools.ngram.build import build, make_plan
 
 NUM_TOKENS = 4_000_000
 DOCUMENT = 2000
@@ -27,15 +27,10 @@ def zipf_tokens(num_tokens: int, vocab_size: int, seed: int = 0) -> npt.NDArray[
     follows = rng.random(num_tokens) < 0.5
     follows[0] = False
     favourite = rng.integers(0, 8, num_tokens)
-    ids[1:] = np.where(follows[1:], favourites(ids[:-1], favourite[1:], vocab_size), ids[1:])
+    ids[1:] = np.where(follows[1:], (ids[:-1] * 7919 + favourite[1:] * 104_729) % vocab_size, ids[1:])
     ids = np.minimum(ids, vocab_size - 1)
     ids[::DOCUMENT] = -1
     return ids.astype(np.int32)
-
-
-def favourites(before: npt.NDArray[np.int64], number: npt.NDArray[np.int64], vocab_size: int) -> npt.NDArray[np.int64]:
-    """Favourite ``number`` (0 to 7) of each token ``before``."""
-    return (before * 7919 + number * 104_729) % vocab_size
 
 
 def write_store(path: Path, vocab_size: int) -> Path:

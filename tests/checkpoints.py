@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_crossspec.drafters.identity import identify
+from vllm_crossspec.kinds.identity import identify
 
 EAGLE3_LAYER = "midlayer."
 
@@ -146,6 +146,19 @@ def random_dflash(folder: Path, target_folder: Path, layers: tuple[int, ...] = (
         "dtype": "float32",
     }
     return _write(folder, config, _tensors(shapes, 1))
+
+
+def random_draft_model(folder: Path, target_folder: Path) -> Path:
+    """A random language model of two layers with a target's vocabulary, as Qwen3's are saved."""
+    target = json.loads((target_folder / "config.json").read_text())
+    c = _layer_config(target)
+    hidden, vocab = c["hidden_size"], c["vocab_size"]
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    shapes |= {"lm_head.weight": (vocab, hidden)}
+    for index in range(2):
+        shapes |= _layer_shapes(f"model.layers.{index}.", c, hidden, qk_norm=True)
+    config = c | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "num_hidden_layers": 2}
+    return _write(folder, config, _tensors(shapes, 2))
 
 
 def random_confu(

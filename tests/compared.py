@@ -44,8 +44,6 @@ class Outcome:
     """What differs although it must not, or why the launch could not be compared."""
     interpreted: float = 0.0
     """Seconds of this thread's processor: others that run beside it do not count."""
-    compiled: float = 0.0
-    """The same, the compiler's own not included."""
 
 
 class UnequalError(AssertionError):
@@ -68,12 +66,7 @@ def name_of(kernel: JITFunction) -> str:
 
 
 def launch_both(
-    run: Callable[..., Any],
-    kernel: JITFunction,
-    grid: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    repeat: int = 0,
+    run: Callable[..., Any], kernel: JITFunction, grid: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Outcome:
     """Launch a kernel both ways; what the compiled one wrote stays.
 
@@ -82,7 +75,6 @@ def launch_both(
         kernel: to launch.
         grid: as in `kernel[grid]`.
         args: and ``kwargs``, as the kernel is called with.
-        repeat: time the compiled launch so often again and keep the shortest.
     """
     storages = _storages((args, kwargs))
     if sum(map(len, storages)) > LIMIT:
@@ -100,11 +92,7 @@ def launch_both(
     touched = journal.touched()
     expected = [(dtype, at, peek(at, dtype)) for dtype, at in touched]
     journal.undo()
-    run(kernel, *args, grid=grid, warmup=True, **kwargs)  # compiles
-    outcome.compiled = _timed(run, kernel, grid, args, kwargs)
-    for _ in range(repeat):
-        journal.undo()
-        outcome.compiled = min(outcome.compiled, _timed(run, kernel, grid, args, kwargs))
+    run(kernel, *args, grid=grid, warmup=False, **kwargs)
     found = [(dtype, at, peek(at, dtype)) for dtype, at in touched]
     outcome.elements = sum(len(at) for _, at in touched)
     outcome.ulp, outcome.wrong = difference(found, expected)
@@ -121,12 +109,6 @@ def launch_both(
         if len(same) == len(found) and not difference(found, same)[1]:
             outcome = dataclasses.replace(outcome, library=True, wrong="")
     return outcome
-
-
-def _timed(run: Callable[..., Any], kernel: JITFunction, grid: Any, args: Any, kwargs: Any) -> float:
-    start = time.thread_time()
-    run(kernel, *args, grid=grid, warmup=False, **kwargs)
-    return time.thread_time() - start
 
 
 def _storages(value: Any) -> list[np.ndarray]:
@@ -220,17 +202,10 @@ class Recorder:
         launches: of each specialisation.
         seconds: of interpreting that one kernel may cost in all; one launch is always compared.
         only: takes a kernel's name and says whether it is wanted.
-        repeat: time each compared launch so many times more, compiled, and keep the shortest.
     """
 
-    def __init__(
-        self,
-        launches: int = 3,
-        seconds: float = 20.0,
-        only: Callable[[str], bool] = lambda name: True,
-        repeat: int = 0,
-    ):
-        self.launches, self.seconds, self.only, self.repeat = launches, seconds, only, repeat
+    def __init__(self, launches: int = 3, seconds: float = 20.0, only: Callable[[str], bool] = lambda name: True):
+        self.launches, self.seconds, self.only = launches, seconds, only
         self.outcomes: dict[str, list[Outcome]] = collections.defaultdict(list)
         self.launched: collections.Counter[str] = collections.Counter()
         self.specialisations: collections.Counter[tuple[str, str]] = collections.Counter()
@@ -245,7 +220,7 @@ class Recorder:
                 return original(kernel, *args, grid=grid, warmup=warmup, **kwargs)
             inside[0] = True
             try:
-                outcome = launch_both(original, kernel, grid, args, kwargs, recorder.repeat)
+                outcome = launch_both(original, kernel, grid, args, kwargs)
             finally:
                 inside[0] = False
             recorder.outcomes[name_of(kernel)].append(outcome)
@@ -293,7 +268,6 @@ class Recorder:
                     "wrong": sorted({o.wrong for o in all_ if o.wrong}),
                     "elements": sum(o.elements for o in all_),
                     "interpreted_s": sum(o.interpreted for o in all_),
-                    "compiled_s": sum(o.compiled for o in all_),
                 }
             )
         return rows

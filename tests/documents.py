@@ -23,10 +23,13 @@ PACKAGE = ROOT / "vllm_crossspec"
 DOCUMENTS = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "research").rglob("*.md")),
     *(ROOT / name / "README.md" for name in ("benchmarks", "configs", "tests")),
 ]
 LANGUAGES = {"bash", "json", "python", "text", "toml"}
-FOLDERS = ("benchmarks", "configs", "cpu_lane", "dashboards", "docs", "tests", "tools", "vllm_crossspec")
+FOLDERS = (
+    "benchmarks", "configs", "crossspec_tools", "deploy", "docs", "packages", "research", "tests", "vllm_crossspec",
+)  # fmt: skip
 
 FENCE = re.compile(r"\s*```(\S*)\s*$")
 SPAN = re.compile(r"`([^`\n]+)`")
@@ -227,23 +230,19 @@ def _check_one(words: list[str]) -> None:
 
 
 @functools.cache
-def _crossspec() -> tuple[Any, Any]:
-    """click's commands of `crossspec`, and of `crossspec train`, which is another program inside."""
+def _crossspec() -> Any:
+    """click's command of `crossspec`."""
     import typer.main
 
     from vllm_crossspec.cli.app import app
-    from vllm_crossspec.cli.train import app as train_app
 
-    return typer.main.get_command(app), typer.main.get_command(train_app)
+    return typer.main.get_command(app)
 
 
 def _check_crossspec(words: list[str]) -> None:
-    command, train = _crossspec()
-    if words[:1] == ["train"]:
-        command, words = train, words[1:]
     try:
         with contextlib.redirect_stdout(io.StringIO()):
-            _parse(command, "crossspec", words, None)
+            _parse(_crossspec(), "crossspec", words, None)
     except Exception as problem:
         if type(problem).__name__ == "Exit":  # --help
             return
@@ -276,14 +275,14 @@ def _check_make(words: list[str]) -> None:
     arguments = shlex.split(given.get("ARGS", ""))
     if arguments and asked == ["demo"]:
         _check_crossspec(["demo", *arguments])
-    elif arguments and asked == ["test"]:
+    elif arguments and asked in (["test"], ["nightly"]):
         _check_pytest(arguments)
 
 
 def _check_pytest(words: list[str]) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     markers = {text.split(":")[0] for text in project["tool"]["pytest"]["ini_options"]["markers"]}
-    options = {"-k", "-m", "-n", "-p", "-s", "-x", *_options_in(ROOT / "tests" / "conftest.py")}
+    options = {"-k", "-m", "-n", "-p", "-s", "-x", "--durations", *_options_in(ROOT / "conftest.py")}
     for i, word in enumerate(words):
         if word.startswith("-") and word.split("=")[0] not in options:
             raise CommandError(f"pytest: no test knows the option {word!r}")
@@ -306,11 +305,13 @@ def _check_python(words: list[str]) -> None:
     script = ROOT / words[0]
     if not script.is_file():
         raise CommandError(f"there is no script {words[0]}")
-    imported = re.findall(r"^(?:from|import) (\w+)", script.read_text(), re.M)
-    beside = [
-        file for name in imported for file in (script.parent / f"{name}.py", *(script.parent / name).glob("*.py"))
-    ]
-    known = _options_in(script, *(file for file in beside if file.is_file())) | {"--help"}
+    files, left = set(), [script]
+    while left:
+        files.add(file := left.pop())
+        for name in re.findall(r"^(?:from|import) (\w+)", file.read_text(), re.M):
+            beside = (script.parent / f"{name}.py", *(script.parent / name).glob("*.py"))
+            left += [other for other in beside if other.is_file() and other not in files]
+    known = _options_in(*files) | {"--help"}
     for word in words[1:]:
         if word.startswith("--") and word.split("=")[0] not in known:
             raise CommandError(f"{words[0]} has no option {word.split('=')[0]!r}")
@@ -400,7 +401,7 @@ def _json(text: str) -> Any:
 
 def check_config(raw: dict[str, Any]) -> None:
     """Parse a speculative config as an engine would before it reads a checkpoint."""
-    from vllm_crossspec.config_parsing import is_ours, parse
+    from vllm_crossspec.config.parse import is_ours, parse
 
     _, methods, keys = _vllm()
     try:
@@ -456,8 +457,15 @@ def _anything(words: list[str]) -> None:
     """A command of the system, whose files are looked for by themselves."""
 
 
+def _check_bash(words: list[str]) -> None:
+    """A script of ours, which is there."""
+    if not words or not (ROOT / words[0]).is_file():
+        raise CommandError(f"there is no script {' '.join(words[:1])!r}")
+
+
 CHECKS: dict[str, Callable[[list[str]], None]] = {
     "crossspec": _check_crossspec,
+    "bash": _check_bash,
     "curl": _check_curl,
     "make": _check_make,
     "pip": _check_pip,
@@ -489,12 +497,9 @@ def bad_spans(text: str) -> Iterator[str]:
 
 
 def _check_mention(words: list[str]) -> None:
-    command, train = _crossspec()
-    if words[:1] == ["train"]:
-        command, words = train, words[1:]
-    name = "crossspec"
+    command, name = _crossspec(), "crossspec"
     while words and hasattr(command, "commands") and not words[0].startswith(("-", "...", "…")):
-        if words[0] not in {**command.commands, "train": None}:
+        if words[0] not in command.commands:
             raise CommandError(f"{name} has no command {words[0]!r}")
         name, command, words = f"{name} {words[0]}", command.commands[words[0]], words[1:]
     if hasattr(command, "commands") and "router" in command.commands:  # `crossspec calibrate --records` is the router's

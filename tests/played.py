@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
-from vllm_crossspec.cli import app, processes
+from vllm_crossspec.cli import app, check, processes
+from vllm_crossspec.platform import platform
 
-ENVIRONMENT = {"versions": {"vllm": "0"}, "device": "cpu", "kernels_interpreted": True}
+ENVIRONMENT = {"versions": {"vllm": "0"}, "device": "cpu"}
 PLAYED_ENGINE = """
 import json, os, sys
 job, events = json.load(open(sys.argv[1])), os.fdopen(int(sys.argv[2]), "w", buffering=1)
@@ -20,12 +21,13 @@ for check in job.get("checks", ()):
         emit("error", message="speculative_config.refused: no such key")
         sys.exit(1)
 if "checks" in job:
+    emit("ready")
     sys.exit()
 drafts = job["engine"].get("speculative_config") or {}
 """
 GENERATE = f"""
 emit("ready", seconds=1.0, **{ENVIRONMENT!r})
-for order in job["orders"] if "orders" in job else map(json.loads, open(job["orders_file"])):
+for order in map(json.loads, open(job["orders"])):
     for group in job["groups"]:
         tokens = drafts.get("tokens", [5, 6, 7, 8])
         one = dict(token_ids=tokens, text="", num_target_calls=2 if drafts else 4,
@@ -44,8 +46,11 @@ def play(monkeypatch, tmp_path):
     def replace(script):
         (tmp_path / "played_engine.py").write_text(PLAYED_ENGINE + script)
         monkeypatch.setattr(processes, "CHILD_MODULE", "played_engine")
-        monkeypatch.setattr(processes, "_can_fork", lambda: False)
+        monkeypatch.setattr(platform(), "start", lambda *arguments: None)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+        # Its models and methods are played, too.
+        monkeypatch.setattr(check, "require_target", lambda *where: None)
+        monkeypatch.setattr(check, "checked", lambda raw, target: None)
 
     return replace
 

@@ -3,15 +3,16 @@
 import torch
 from steps import DEVICE
 
-from vllm_crossspec.router import kernels, naive
-from vllm_crossspec.router.base import Router, RouterSettings
-from vllm_crossspec.router.checkpoint import RouterCheckpoint, RouterFacts
-from vllm_crossspec.router.costs import RoundCosts
-from vllm_crossspec.router.policies import policy_kind
+from vllm_crossspec.kinds.policy import KINDS, policy_kind
+from vllm_crossspec.load.costs import RoundCosts
+from vllm_crossspec.routing import kernels, naive
+from vllm_crossspec.routing.base import Router, RouterSettings
+from vllm_crossspec.routing.checkpoint import RouterCheckpoint, RouterFacts
 
 TOLERANCE = {"rtol": 1e-4, "atol": 1e-4}
 POISON = -7777
 DTYPES = [torch.float32, torch.bfloat16]
+POLICIES = [name for name, kind in KINDS.items() if kind.decider]
 NAMES = ("eagle3", "medusa", "ngram", "dflash")
 
 
@@ -55,7 +56,12 @@ def expected_routes(policy, out, batch, thresholds, costs, mean_lengths):
             wanted.append(naive.route_by_goodput(gains, rounds, switches, lengths[row], last))
         else:
             wanted.append(1)
-    return naive.settle(wanted, mapping, sampled, previous)
+    for row, slot in enumerate(mapping.tolist()):
+        if slot < 0 or sampled[row] == 0:
+            wanted[row] = -1
+        else:
+            previous[slot] = wanted[row]
+    return wanted
 
 
 def make_facts(num_drafters, hidden_size=256, fit=None):

@@ -96,14 +96,14 @@ def see_siblings(worker: Any) -> None:
 
 def leave_kv_in_place(worker: Any) -> None:
     """The accepted path's K and V stay where the tree had them."""
-    import vllm_crossspec.engine.features.trees as module
+    import vllm_crossspec.trees.commit.kernels as module
 
     _replace(worker, module, "compact_kv", lambda original: lambda *arguments, **options: None)
 
 
 def leave_states_in_place(worker: Any) -> None:
     """The accepted path's states stay where the tree had them: the drafter reads those of other nodes."""
-    import vllm_crossspec.engine.features.trees as module
+    import vllm_crossspec.trees.commit.kernels as module
 
     _replace(worker, module, "compact_rows", lambda original: lambda *arguments, **options: None)
 
@@ -115,29 +115,58 @@ def penalize_rows_before(worker: Any) -> None:
     _replace(worker, sampler, "logits_processors", lambda original: chains)
 
 
+def bias_first_rows(worker: Any) -> None:
+    """Biases of logits reach the first row of every request, not those of its drafts."""
+    from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+
+    def wrapper(original):
+        def apply(state, logits, context):
+            before = logits.clone()
+            return torch.where(context.expanded_local_pos[:, None] == 0, original(state, logits, context), before)
+
+        return apply
+
+    _replace(worker, LogitBiasState, "apply", wrapper)
+
+
+def cut_first_rows(worker: Any) -> None:
+    """The likeliest token's share decides in the first row of every request (min_p), not in those of its drafts."""
+
+    def wrapper(original):
+        def apply_min_p(logits, idx_mapping, idx_mapping_np):
+            before = logits.clone()
+            original(logits, idx_mapping, idx_mapping_np)
+            drafts = idx_mapping == idx_mapping.roll(1)
+            drafts[0] = False
+            logits[drafts] = before[drafts]
+
+        return apply_min_p
+
+    _replace(worker, worker.model_runner.sampler.sampling_states, "apply_min_p", wrapper)
+
+
 def sample_in_chunks(worker: Any) -> None:
     """Not a break: logits are sampled by few requests at once, as where all rows' would take too much memory."""
-    import vllm_crossspec.engine.verification.sampler as module
+    import vllm_crossspec.runner.verifier as module
 
     _replace(worker, module, "get_max_chunk_logits", lambda original: lambda vocab_size: 60)
 
 
 def attend_in_two_passes(worker: Any) -> None:
     """Not a break: the GPU's algorithm, a dense pass over the prefix and our kernel over the tail."""
+    from crossspec_cpu_lane.vllm.attention import TreeCpuImpl
     from two_passes import in_two_passes
-
-    from vllm_crossspec.engine.attention.cpu import TreeCpuImpl
 
     _replace(worker, TreeCpuImpl, "forward", in_two_passes)
 
 
 def foresee_other_noise(worker: Any) -> None:
     """The drafter ranks with the noise of another position than the one that the target samples with."""
-    import vllm_crossspec.engine.heads as module
+    import vllm_crossspec.drafting.heads as module
 
     def wrapper(original):
-        def add_noise(*scores, positions, **options):
-            return original(*scores, positions=positions + 1, **options)
+        def add_noise(keys, *scores):
+            return original(keys._replace(positions=keys.positions + 1), *scores)
 
         return add_noise
 
@@ -261,17 +290,18 @@ def foresee_nothing(worker: Any) -> None:
 def _retrieval_proposers(worker: Any) -> list[Any]:
     """The proposers whose head is a FlashHead."""
     proposers = worker.model_runner.speculator.proposers.values()
-    found = [p for p in proposers if p.drafts.head is not None]
+    found = [p for p in proposers if p.drafter.head is not None]
     assert found
     return found
 
 
 def _dense_head(proposer: Any) -> Any:
-    from vllm_crossspec.engine.heads import make_head
+    from vllm_crossspec.drafting.heads import make_head
 
     return make_head(
         proposer.model,
-        proposer.drafts._replace(head=None),
+        proposer.drafter.model_copy(update={"head": None}),
+        is_coupled=proposer.settings.is_coupled,
         max_rows=0,
         folder="",
         vocab_size=proposer.engine_config.model_config.get_vocab_size(),

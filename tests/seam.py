@@ -2,19 +2,46 @@
 
 Nothing is imported. A class of ours that descends from one of vLLM's, or stands before one among somebody's bases, is
 looked at with its whole line of ancestors; an object whose class the syntax does not tell is taken for what its name
-says (:data:`RECEIVERS`).
+says (:data:`RECEIVERS`). As a command it writes ``points/generated.py`` for the releases whose wheels or folders are
+named, else for the installed one::
+
+    python tests/seam.py [vllm-0.32.0-....whl vllm-0.33.0-....whl]
 """
 
 import ast
+import json
 import sys
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tools"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from vllm_source import Class, Library, Module, bound_names, definer_of, dotted_name, is_name
+from vllm_source import Class, Library, Module, Release, bound_names, definer_of, dotted_name, is_name  # noqa: E402
+
+from vllm_crossspec.vllm_api.points import RELEASES  # noqa: E402
+from vllm_crossspec.vllm_api.points import written as read_list  # noqa: E402
+from vllm_crossspec.vllm_api.points.base import TouchPoint  # noqa: E402
+from vllm_crossspec.vllm_api.points.ours import OURS  # noqa: E402
+
+PACKAGE, CPU_LANE = ROOT / "vllm_crossspec", ROOT / "packages" / "cpu_lane" / "crossspec_cpu_lane"
+GENERATED = PACKAGE / "vllm_api" / "points" / "generated.py"
+HEAD = '''"""What this project uses of each vLLM below its public surface; written by `python tests/seam.py`.
+
+By module and name: the parameters of what is called, as this project relies on them, and behind a semicolon our classes
+that override it; else None. Where releases differ, by release.
+"""
+# ruff: noqa: E501
+# fmt: off
+
+RELEASES = ({releases})
+POINTS: dict[str, dict[str, str | dict[str, str | None] | None]] = {{
+'''
+
+WITHOUT_VLLM = [[room] for room in ("cli", "config", "kinds", "metrics", "ngram_store")]
+"""Rooms in which no object of vLLM's comes by, where a file imports nothing of it."""
 
 PUBLIC = {
     # What vLLM documents for users and for authors of plugins, and keeps from one minor version to the next.
@@ -28,64 +55,47 @@ PUBLIC = {
 }
 
 _GPU = "vllm.v1.worker.gpu"
-RECEIVERS = {
-    # Names that stand for objects of vLLM wherever they occur in the engine room.
-    "batch": f"{_GPU}.input_batch.InputBatch",
-    "input_batch": f"{_GPU}.input_batch.InputBatch",
-    "buffers": f"{_GPU}.input_batch.InputBuffers",
-    "input_buffers": f"{_GPU}.input_batch.InputBuffers",
-    "tables": f"{_GPU}.block_table.BlockTables",
-    "block_tables": f"{_GPU}.block_table.BlockTables",
-    "req_states": f"{_GPU}.states.RequestState",
-    "runner": f"{_GPU}.model_runner.GPUModelRunner",
-    "model_state": f"{_GPU}.model_states.default.DefaultModelState",
-    "sampler": f"{_GPU}.sample.sampler.Sampler",
-    "chain": f"{_GPU}.sample.penalties.PenaltiesState",
-    "manager": f"{_GPU}.cudagraph_utils.CudaGraphManager",
-    "prefill_cudagraph_manager": f"{_GPU}.cudagraph_utils.CudaGraphManager",
-    "decode_cudagraph_manager": f"{_GPU}.spec_decode.target_dependent_ar.cudagraph_utils.SpeculatorCudaGraphManager",
-    "desc": f"{_GPU}.cudagraph_utils.BatchExecutionDescriptor",
-    "scheduler_output": "vllm.v1.core.sched.output.SchedulerOutput",
-    "grammar_output": "vllm.v1.core.sched.output.GrammarOutput",
-    "group": "vllm.v1.worker.utils.AttentionGroup",
-    "layer": "vllm.model_executor.layers.attention.attention.Attention",
-    "common": "vllm.v1.attention.backend.CommonAttentionMetadata",
-    "member": "vllm.v1.attention.backends.registry.AttentionBackendEnum",
-    "speculative": "vllm.config.speculative.SpeculativeConfig",
-    "speculative_config": "vllm.config.speculative.SpeculativeConfig",
-    "engine_args": "vllm.engine.arg_utils.EngineArgs",
-    "processor": "vllm.model_executor.layers.logits_processor.LogitsProcessor",
-    "compilation": "vllm.config.compilation.CompilationConfig",
-    "core": "vllm.v1.engine.core.EngineCore",
-    "cache_manager": "vllm.v1.core.kv_cache_manager.KVCacheManager",
-    "coordinator": "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator",
-    "single_type": "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager",
-    "pool": "vllm.v1.core.block_pool.BlockPool",
+_OF = {
+    # The names under which objects of vLLM's classes are held in the engine room, where no annotation says it.
+    f"{_GPU}.input_batch.InputBatch": "batch input_batch",
+    f"{_GPU}.input_batch.InputBuffers": "buffers input_buffers",
+    f"{_GPU}.block_table.BlockTables": "tables block_tables",
+    f"{_GPU}.states.RequestState": "req_states",
+    f"{_GPU}.model_runner.GPUModelRunner": "runner",
+    f"{_GPU}.sample.sampler.Sampler": "sampler",
+    f"{_GPU}.sample.penalties.PenaltiesState": "chain",
+    f"{_GPU}.cudagraph_utils.CudaGraphManager": "manager prefill_cudagraph_manager",
+    f"{_GPU}.spec_decode.target_dependent_ar.cudagraph_utils.SpeculatorCudaGraphManager": "decode_cudagraph_manager",
+    f"{_GPU}.cudagraph_utils.BatchExecutionDescriptor": "desc",
+    "vllm.v1.core.sched.output.SchedulerOutput": "scheduler_output",
+    "vllm.v1.core.sched.output.GrammarOutput": "grammar_output",
+    "vllm.v1.worker.utils.AttentionGroup": "group",
+    "vllm.model_executor.layers.attention.attention.Attention": "layer",
+    "vllm.v1.attention.backend.CommonAttentionMetadata": "common",
+    "vllm.v1.attention.backends.registry.AttentionBackendEnum": "member",
+    "vllm.config.speculative.SpeculativeConfig": "speculative speculative_config",
+    "vllm.engine.arg_utils.EngineArgs": "engine_args",
+    "vllm.model_executor.layers.logits_processor.LogitsProcessor": "processor",
+    "vllm.config.compilation.CompilationConfig": "compilation",
+    "vllm.v1.engine.core.EngineCore": "core",
+    "vllm.v1.core.kv_cache_manager.KVCacheManager": "cache_manager",
+    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator": "coordinator",
+    "vllm.v1.core.single_type_kv_cache_manager.SingleTypeKVCacheManager": "single_type",
+    "vllm.v1.core.block_pool.BlockPool": "pool",
+    "vllm.config.parallel.ParallelConfig": "parallel_config",
+    "vllm.config.scheduler.SchedulerConfig": "scheduler_config",
 }
+RECEIVERS = {name: dotted for dotted, names in _OF.items() for name in names.split()}
 
 ANCESTORS = {
     # Classes of ours that take the place of one of vLLM's, or stand before one, without naming it among their bases.
-    "vllm_crossspec.engine.scheduler.OptOutScheduler": (
+    "OptOutScheduler": (
         "vllm.v1.core.sched.scheduler.Scheduler",
         "vllm.v1.core.sched.async_scheduler.AsyncScheduler",
     ),
-    "vllm_crossspec.engine.verification.sampler.MatchVerifier": (
-        f"{_GPU}.spec_decode.rejection_sampler.RejectionSampler",
-    ),
-    "vllm_crossspec.engine.startup.clock.StepClock": (f"{_GPU}.async_utils.StepTimingCollector",),
-    "vllm_crossspec.engine.attention.cpu.TreeCpuImpl": ("vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl",),
-}
-
-UNNAMED = {
-    # What is relied on without being named: (file of ours, module of vLLM, name).
-    ("vllm_crossspec/engine/heads.py", "vllm.model_executor.layers.logits_processor", "LogitsProcessor.forward"),
-    (
-        "vllm_crossspec/engine/proposers/dart.py",
-        f"{_GPU}.spec_decode.dflash.speculator",
-        "DFlashSpeculator._prepare_graph_forward",
-    ),
-    ("vllm_crossspec/engine/core.py", "vllm.v1.worker.gpu_worker", "Worker.finish_weight_update"),
-    ("vllm_crossspec/engine/core.py", "vllm.v1.worker.gpu_worker", "Worker.start_draft_weight_update"),
+    "MatchVerifier": (f"{_GPU}.spec_decode.rejection_sampler.RejectionSampler",),
+    "StepClock": (f"{_GPU}.async_utils.StepTimingCollector",),
+    "TreeCpuImpl": ("vllm.v1.attention.backends.cpu_attn.CPUAttentionBackendImpl",),
 }
 
 FOREIGN = {
@@ -145,6 +155,7 @@ class Scan:
         others: further folders, as top-level packages of their own, of which imports are looked at.
 
     Attributes:
+        overriders: our classes that override a function, by its module and name.
         receivers, foreign: what told something so far of the tables of the same name.
     """
 
@@ -163,12 +174,13 @@ class Scan:
             for ancestor in leaf.line:
                 if not ancestor.is_vllms:
                     self.lines.setdefault(ancestor, []).append(leaf.line)
-            for base in ANCESTORS.get(f"{leaf.module.name}.{leaf.name}", ()):
+            for base in ANCESTORS.get(leaf.name, ()):
                 mixed = self.library.find_class(base)
                 assert mixed is not None, base
                 before = [c for c in leaf.line if c not in mixed.line]
                 self.lines[leaf].append([*before, *mixed.line])
         self.own = self._own_names()
+        self.overriders: dict[tuple[str, str], set[str]] = {}
         self.receivers: set[str] = set()
         self.foreign: set[str] = set()
 
@@ -215,12 +227,9 @@ class Scan:
         found: dict[Use, None] = {}
         for module in self.modules:
             touches = any(name.split(".")[0] == "vllm" for name in module.imports.values())
-            if touches or ".engine." in module.name:
+            folder, *room = module.name.split(".")[:2]
+            if touches or (folder == self.folders[0].name and room not in WITHOUT_VLLM):
                 found.update(dict.fromkeys(_Reader(self, module).uses()))
-        files = {use.where.rpartition(":")[0] for use in found}
-        found.update(
-            {Use(f"{file}:1", module, name, "relies on"): None for file, module, name in UNNAMED if file in files}
-        )
         return list(found)
 
 
@@ -258,6 +267,9 @@ class _Reader(ast.NodeVisitor):
                 continue
             for definer in set(self.scan.inherited(own, name)):
                 how = "overrides" if name in own.methods else "sets"
+                if how == "overrides":
+                    point = definer.module.name, f"{definer.name}.{name}"
+                    self.scan.overriders.setdefault(point, set()).add(own.name)
                 self.add(_place(node, name), definer.module.name, f"{definer.name}.{name}", how)
         self.owners.append(own)
         self.generic_visit(node)
@@ -266,10 +278,11 @@ class _Reader(ast.NodeVisitor):
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         scope = {}
         for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs):
-            known = argument.annotation and self.library.class_of(self.module, argument.annotation)
-            if known and known.is_vllms:
-                scope[argument.arg] = f"{known.module.name}.{known.name}:instance"
+            if argument.annotation is not None:
+                scope.update(self._annotated(argument.arg, argument.annotation))
         for inner in ast.walk(node):
+            if isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
+                scope.update(self._annotated(inner.target.id, inner.annotation))
             if not isinstance(inner, ast.Assign):
                 continue
             target, meaning = inner.targets[0], self._imported(inner.value)
@@ -278,6 +291,11 @@ class _Reader(ast.NodeVisitor):
         self.scopes.append(scope)
         self.generic_visit(node)
         self.scopes.pop()
+
+    def _annotated(self, name: str, annotation: ast.expr) -> dict[str, str]:
+        """The meaning of a name that an annotation says to be of one of vLLM's classes."""
+        known = self.library.class_of(self.module, annotation)
+        return {name: f"{known.module.name}.{known.name}:instance"} if known is not None and known.is_vllms else {}
 
     def _imported(self, value: ast.expr) -> str | None:
         """What an assigned expression stands for, if it begins with an imported name or asks for a loaded module."""
@@ -316,7 +334,12 @@ class _Reader(ast.NodeVisitor):
                 self.of_self(node, self.owners[-1], "__init__", is_super=True)
         made = self.meaning(node.func.id) if isinstance(node.func, ast.Name) else None
         if made is not None and not made.endswith(":instance"):
-            self.of_import(node, made, stores=False)
+            self.of_import(node, made, stores=False, how="makes")
+        own = self.library.class_of(self.module, node.func)
+        maker = None if own is None or own.is_vllms else next((c for c in own.line if "__init__" in c.methods), None)
+        if own is not None and maker is not None and maker.is_vllms:  # a class of ours, by vLLM's own initialiser
+            made_as = next(c for c in own.line if c.is_vllms)
+            self.add(node, made_as.module.name, made_as.name, "makes")
         self.generic_visit(node)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
@@ -372,7 +395,7 @@ class _Reader(ast.NodeVisitor):
         if not is_known and _is_private(name):
             self.add(node, "", name, "uses")
 
-    def of_import(self, node: ast.AST, dotted: str, stores: bool) -> None:
+    def of_import(self, node: ast.AST, dotted: str, stores: bool, how: str = "uses") -> None:
         """A member of an imported module or class."""
         if dotted.split(".")[0] != "vllm":
             return
@@ -386,7 +409,7 @@ class _Reader(ast.NodeVisitor):
             return
         if last.startswith(OWN_PREFIX):  # added to vLLM's class, which itself is what is used
             member = member.rpartition(".")[0]
-        self.add(node, module, member, "replaces" if stores else "uses")
+        self.add(node, module, member, "replaces" if stores else how)
 
 
 def lacks(function: ast.FunctionDef, names: list[str]) -> list[str]:
@@ -396,38 +419,90 @@ def lacks(function: ast.FunctionDef, names: list[str]) -> list[str]:
     return [] if function.args.kwarg is not None else [name for name in names[len(own) :] if name not in known]
 
 
-class Covered(NamedTuple):
-    """What a list of touch points says about some uses.
+Points = dict[tuple[str, str], str | None]
+"""Parameters of what is called, and our classes that override it, else None; by module and name."""
 
-    Attributes:
-        missing: uses that none of them covers.
-        needed: the points without which something would be missing.
+
+def points_of(scan: Scan, release: Release) -> Points:
+    """The touch points of a release: all that is used or ours, and is there, with its parameters.
+
+    What is used and not there is of another release; :func:`missing` says so if it is of none. A class has parameters
+    where it is made, and no point of its own where something inside it has one. What is ours in the place of functions
+    that differ by platform has none.
     """
+    made = {(use.module, use.name) for use in scan.uses if use.how in ("makes", "replaces")} | OURS.keys()
+    ours = OURS.keys() | scan.overriders.keys()
+    found: Points = {}
+    for module, name in sorted({(use.module, use.name) for use in scan.uses if use.module} | ours):
+        places = release.places(TouchPoint(module, name, None, ""))
+        if not places:
+            continue
+        names = [None if p.parameters is None else " ".join(x.name for x in p.parameters) for p in places]
+        is_unused_class = isinstance(places[0].node, ast.ClassDef) and (module, name) not in made
+        is_platforms = (module, name) in ours and len(set(names)) > 1
+        known = None if is_unused_class or is_platforms else names[0]
+        classes = sorted(scan.overriders.get((module, name), ()))
+        found[module, name] = f"{known}; {' '.join(classes)}" if known is not None and classes else known
+    owners = {(module, name.rpartition(".")[0]) for module, name in found}
+    imported = {use[1:3] for use in scan.uses} - {use[1:3] for use in scan.uses if use.how != "imports"}
+    return {point: names for point, names in found.items() if point not in owners & imported}
 
-    missing: list[Use]
-    needed: set[tuple[str, str]]
+
+def missing(uses: list[Use], points: Iterable[tuple[str, str]]) -> list[Use]:
+    """Uses that no point covers: what is imported, any inside it; a use without a known place, none."""
+    known = set(points)
+    owners = {(module, name.rpartition(".")[0]) for module, name in known}
+    return [use for use in uses if use[1:3] not in (known | owners if use.how == "imports" else known)]
 
 
-def compare(uses: list[Use], points: Iterable[tuple[str, str]]) -> Covered:
-    """Hold uses against the (module, name) of touch points.
+def unexplained(uses: list[Use]) -> list[Use]:
+    """What is replaced without a row by hand that says why."""
+    return [use for use in uses if use.how == "replaces" and use[1:3] not in OURS]
 
-    An import of a class is covered by any point inside it; a use of which only the last name is known, by any point of
-    that name.
+
+def renewed(known: dict[str, Points], found: dict[str, Points]) -> dict[str, Points]:
+    """The lists of all releases, those of some found anew.
+
+    The others follow the first of these: what is used no more is gone from them, too, and what is new is taken to be
+    there with the same parameters, until they are looked at themselves.
     """
-    by_name: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    for module, name in points:
-        keys = {(module, name), ("", name.rpartition(".")[2]), (f"import {module}", name.split(".")[0])}
-        for key in keys:
-            by_name.setdefault(key, []).append((module, name))
-    missing, needed = [], set()
-    for use in uses:
-        module = f"import {use.module}" if use.how == "imports" else use.module
-        covering = by_name.get((module, use.name), [])
-        if not covering:
-            missing.append(use)
-        elif len(covering) == 1:
-            needed.add(covering[0])
-    return Covered(missing, needed)
+    release, points = next(iter(found.items()))
+    before = known.get(release, {})
+    followed = {
+        other: {
+            **{p: names for p, names in listed.items() if p in points or p not in before},
+            **{p: names for p, names in points.items() if p not in listed and p not in before},
+        }
+        for other, listed in known.items()
+    }
+    return {**followed, **found}
+
+
+def written(known: dict[str, Points]) -> str:
+    """The text of ``generated.py``: what all releases have alike stands once."""
+    releases = sorted(known)
+    modules: dict[str, dict[str, Any]] = {}
+    for module, name in sorted({point for points in known.values() for point in points}):
+        each = {release: known[release][module, name] for release in releases if (module, name) in known[release]}
+        is_alike = len(each) == len(releases) and len(set(each.values())) == 1
+        modules.setdefault(module, {})[name] = each[releases[0]] if is_alike else each
+    rows = (f"    {json.dumps(module)}: {json.dumps(names)}," for module, names in modules.items())
+    text = "".join(f"{row}\n" for row in rows).replace(": null", ": None")
+    return HEAD.format(releases=json.dumps(releases)[1:-1]) + text + "}\n"
+
+
+def lists() -> dict[str, Points]:
+    """What is written now, by release."""
+    return {release: read_list(release) for release in RELEASES}
+
+
+def write(folders: list[Path]) -> None:
+    """Look at these releases of vLLM, and write what was found."""
+    found = {}
+    for release in map(Release, folders):
+        major, minor, _ = release.version.split(".", 2)
+        found[f"{major}.{minor}.0"] = points_of(Scan(PACKAGE, release.folder, (CPU_LANE,)), release)
+    GENERATED.write_text(written(renewed(lists(), found)))
 
 
 def _place(node: ast.ClassDef, name: str) -> ast.AST:
@@ -439,3 +514,11 @@ def _place(node: ast.ClassDef, name: str) -> ast.AST:
         if is_set and is_name(inner.value, "self"):
             return inner
     return next((inner for inner in node.body if name in bound_names(inner)), node)
+
+
+if __name__ == "__main__":
+    from importlib.util import find_spec
+
+    spec = find_spec("vllm")
+    assert spec is not None and spec.submodule_search_locations is not None
+    write([Path(word) for word in sys.argv[1:]] or [Path(spec.submodule_search_locations[0])])

@@ -1,5 +1,6 @@
 """Sent into a worker: drafters that are always active, beside the lazy ones, and a comparison of their caches."""
 
+import itertools
 from typing import Any
 
 import numpy as np
@@ -82,28 +83,29 @@ class Written:
 def keep_shadows(worker: Any) -> None:
     """Write every accepted token's keys and values at once, into a place of their own; compare after each round."""
     from vllm_crossspec.arrays import ranges
-    from vllm_crossspec.catchup.backlog import Tokens
+    from vllm_crossspec.catch_up.backlog import tokens_of
 
     host = worker.model_runner.speculator
+    backlogs = host.backlogs
     num_slots = host.kv_cache_config.num_blocks * max(host.block_tables.block_sizes)
     written = {name: [Written(layer, num_slots) for layer in _layers(host, name)] for name in host.order}
     worker.compared, worker.differences = 0, []
-    catch_up_round, store, latest = host._catch_up_round, host._store, {}
+    catch_up, store, latest = backlogs.catch_up, backlogs.store, {}
 
     def remember(step: Any, slots: Any) -> None:
-        latest.update(step=step, before=host.computed[slots].copy())
+        latest.update(step=step, before=backlogs.computed[slots].copy())
         latest["tapped"] = [state.clone() for state in step.tapped_hidden_states]
         store(step, slots)
 
     def shadow(name: str, slots: Any) -> None:
         """What an always-active drafter does: this round's accepted tokens, now."""
-        counts = host.computed[slots] - latest["before"]
+        counts = backlogs.computed[slots] - latest["before"]
         firsts = latest["step"].batch.query_start_loc_np[: len(slots)].astype(np.int64)
         rows = torch.from_numpy(ranges(firsts, counts)).to(latest["tapped"][0].device)
         taps = [latest["tapped"][i].index_select(0, rows) for i in host.tap_indices[name]]
         features = host.proposers[name].fuse(torch.cat(taps, dim=-1))
-        own_rows = np.arange(counts.sum(), dtype=np.int64)
-        host._write_now(name, features, Tokens(np.repeat(slots, counts), ranges(latest["before"], counts), own_rows))
+        tokens = tokens_of(slots, latest["before"], np.cumsum(counts) - counts, counts)
+        backlogs.queues[name].write_tokens(features, tokens)
 
     def compared_round(slots: Any, routes: Any) -> None:
         for name in host.order:
@@ -112,19 +114,19 @@ def keep_shadows(worker: Any) -> None:
             shadow(name, slots)
             for layer in written[name]:
                 layer.shadowing = False
-        catch_up_round(slots, routes)
+        catch_up(slots, routes)
         for name in host.order:
             _compare(worker, host, name, written[name])
 
-    host._store, host._catch_up_round = remember, compared_round
+    backlogs.store, backlogs.catch_up = remember, compared_round
 
 
 def _compare(worker: Any, host: Any, name: str, written: list[Written]) -> None:
     """Every token that the drafter counts as cached, of every request."""
     from vllm_crossspec.arrays import ranges
 
-    live = np.flatnonzero(host.live)
-    ends = host.backlogs[name].cached[live]
+    live = np.flatnonzero(host.backlogs.live)
+    ends = host.backlogs.queues[name].cached[live]
     positions = torch.from_numpy(ranges(np.zeros_like(ends), ends))
     slots = torch.from_numpy(np.repeat(live, ends))
     group = host.proposers[name].kv_groups[0]
@@ -146,27 +148,31 @@ def comparison(worker: Any) -> tuple[int, list[Any]]:
 
 def forget_a_catch_up(worker: Any) -> None:
     """Every fifth catch-up writes nothing."""
-    host = worker.model_runner.speculator
-    catch_up, calls = host._catch_up, [0]
+    calls = itertools.count(1)
 
-    def some(name: str, slots: Any, ends: Any) -> None:
-        calls[0] += 1
-        if calls[0] % 5:
-            catch_up(name, slots, ends)
-        else:
-            host.backlogs[name].cached[slots] = np.maximum(host.backlogs[name].cached[slots], ends)
+    def forgetful(queue: Any) -> Any:
+        catch_up = queue.catch_up
 
-    host._catch_up = some
+        def some(slots: Any, ends: Any) -> None:
+            if next(calls) % 5:
+                catch_up(slots, ends)
+            else:
+                queue.cached[slots] = np.maximum(queue.cached[slots], ends)
+
+        return some
+
+    for queue in worker.model_runner.speculator.backlogs.queues.values():
+        queue.catch_up = forgetful(queue)
 
 
 def never_flush(worker: Any) -> None:
     """Requests leave, and others share their blocks, without their drafters' having caught up."""
-    host = worker.model_runner.speculator
-    host.keeps_prefixes = False
-    original = host.add_requests
+    backlogs = worker.model_runner.speculator.backlogs
+    backlogs.keeps_prefixes = False
+    original = backlogs.add_requests
 
     def add_requests(slots: list[int], num_computed: list[int]) -> None:
         original(slots, num_computed)
-        host._shares_prefix = False
+        backlogs._shares_prefix = False
 
-    host.add_requests = add_requests
+    backlogs.add_requests = add_requests

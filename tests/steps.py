@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from vllm_crossspec.trees.verify.rows import StepRows
 from vllm_crossspec.types import StepInputs
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -106,7 +107,7 @@ def prepare(implementation, step, max_depth, num_soft=0, **options):
     }
     inputs = step._asdict()
     inputs["cu_rows"] = inputs.pop("cu_num_logits")
-    implementation.prepare_rows(**{**inputs, **outputs}, max_depth=max_depth, num_soft=num_soft, **options)
+    implementation.prepare_rows(StepRows(**{**inputs, **outputs}, max_depth=max_depth, num_soft=num_soft, **options))
     return outputs
 
 
@@ -124,4 +125,4 @@ def step_inputs(*, input_ids, positions, query_start_loc, idx_mapping, next_pref
         num_scheduled_tokens=query_start_loc.diff(),
     )
     unread = dict.fromkeys(("attn_metadata", "slot_mappings", "last_hidden_states", "tapped_hidden_states"))
-    return StepInputs(batch, **unread, next_prefill_tokens=next_prefill_tokens, **verdict, options={})
+    return StepInputs(batch, **unread, next_prefill_tokens=next_prefill_tokens, **verdict)

@@ -16,12 +16,12 @@ from commands import crossspec as run_command
 from played import GENERATE, spec_file
 
 import vllm_crossspec
-from vllm_crossspec.cli import measure, report, rows
+from vllm_crossspec.cli import bench, report, rows, runner
 from vllm_crossspec.cli.bench import parse_engine_args
-from vllm_crossspec.cli.measure import Measurement, Pass, schedule
 from vllm_crossspec.cli.prompts import read_prompts
-from vllm_crossspec.cli.runner import Job, Prompt
-from vllm_crossspec.engine.jobs import client, offline
+from vllm_crossspec.cli.runner import Job, Measurement, Pass, Prompt, schedule
+from vllm_crossspec.jobs import client, offline
+from vllm_crossspec.platform import platform
 
 POCKET = Path(vllm_crossspec.__file__).parent / "pocket"
 
@@ -66,22 +66,50 @@ def test_rows_count_what_happened():
     assert found["plain", "all"].seconds == 3.0
 
 
+def test_rounds_without_drafts_count_in_all_that_is_said_of_rounds():
+    """14 of 76 rounds had drafts, and 57 tokens were accepted: bench once called that an acceptance length of 5."""
+    histogram = [0, 0, 0, 2, 9, 3]
+    one = {"token_ids": [7] * 134, "num_target_calls": 77, "accepted_histogram": histogram, "num_draft_tokens": 70}
+    run = rows.Run(method="m", environment={}, groups={"chat": {"seconds": 1.0, "generations": [one]}})
+    row = rows.rows([run])[-1]
+    assert (row.num_rounds, row.num_drafted_rounds) == (76, 14)
+    assert row.acceptance_length == 1 + 57 / 76 == row.tokens_per_round
+    assert sum(row.accepted_per_position) / row.num_rounds == pytest.approx(row.acceptance_length - 1)
+    assert report.positions(row).split()[0] == f"{100 * 14 / 76:.0f}"
+    cells = {name: cell(row) for name, cell in report.COUNTS}
+    assert (cells["rounds"], cells["rounds with drafts"], cells["acceptance length"]) == ("76", "14", "1.75")
+
+
+@pytest.mark.parametrize(
+    ("stats", "num_rows"),
+    [
+        (None, 76 + 70),  # vLLM's own drafter: what its scheduler planned
+        ({"m": {"drafts": 14, "draft_tokens": 60}}, 76 + 60),
+        ({"m": {"drafts": 0, "draft_tokens": 0}}, 76),
+    ],
+)
+def test_verified_tokens_are_the_rows_of_all_rounds(monkeypatch, stats, num_rows):
+    llm = mock.MagicMock()
+    llm.collective_rpc.return_value = [stats]
+    monkeypatch.setattr(offline, "settings_of", lambda config: None)
+    histogram = [0, 0, 0, 2, 9, 3] if stats is None or stats["m"]["drafts"] else []
+    done = client.Generation([7] * 134, "", 77, histogram, 70, 0.0, [])
+    assert offline._verified_tokens(llm, [done], None if stats is None else 0) == num_rows
+
+
 def test_requests_name_a_category_that_the_router_knows(monkeypatch):
     """Of each category in its turn; a warm-up, which mixes them, names none."""
     asked = []
 
-    class Client:
-        def __init__(self, llm, sampling, batch_size, report):
-            asked.append((sampling.get("extra_args"), sampling["temperature"]))
-
-        def answer(self, conversations):
-            return []
+    def answer(llm, conversations, sampling, *more):
+        asked.append((sampling.get("extra_args"), sampling["temperature"]))
+        return []
 
     router = SimpleNamespace(by_category={"math": (0.5,)})
     llm = mock.MagicMock()
     llm.collective_rpc.return_value = [None]
     monkeypatch.setattr(offline, "settings_of", lambda config: SimpleNamespace(router=router))
-    monkeypatch.setattr(offline, "Client", Client)
+    monkeypatch.setattr(offline, "answer", answer)
     monkeypatch.setattr(offline, "Conversation", mock.MagicMock())
     groups = [{"category": name, "prompts": [{"where": "", "turns": ["a"]}]} for name in ("chat", "math")]
     job = {"groups": groups, "chat": False, "sampling": {"temperature": 0.0, "max_tokens": 4}}
@@ -97,11 +125,13 @@ def test_identity_is_unknown_without_plain():
 def test_the_interval_of_an_acceptance_length_is_over_texts():
     """Of 400 texts it is as wide as 1.96 deviations of their mean; texts that are alike have none, one says nothing."""
     accepted = np.random.default_rng(3).integers(0, 9, 400)
-    low, high = rows.acceptance_interval([[0] * n + [4] for n in accepted])
+    low, high = rows.acceptance_interval([[0] * n + [4] for n in accepted], [4] * 400)
     mean = 1 + accepted.mean()
     assert [mean - low, high - mean] == pytest.approx([1.96 * accepted.std() / 20] * 2, rel=0.15)
-    assert rows.acceptance_interval([[1, 1], [2, 2], []]) == [1.5, 1.5]
-    assert rows.acceptance_interval([[1, 1], []]) is None and rows.acceptance_interval([[], []]) is None
+    assert rows.acceptance_interval([[1, 1], [2, 2], []], [2, 4, 0]) == [1.5, 1.5]
+    assert rows.acceptance_interval([[1, 1], []], [2, 0]) is None
+    assert rows.acceptance_interval([[], []], [3, 3]) is None
+    assert rows.acceptance_interval([[0, 1], [0, 1]], [2, 2]) == [1.5, 1.5]  # a round of each had no draft
 
 
 def test_positions_from_histograms():
@@ -120,7 +150,8 @@ def run_of(method, seconds, timings=(), repeat=0, num_tokens=10, **group):
     """All tokens of a run are of its first generation, but for one of each other."""
     counts = [num_tokens - max(len(timings) - 1, 0), *[1] * max(len(timings) - 1, 0)]
     generations = [{"token_ids": [7] * n, "num_target_calls": 2, "accepted_histogram": []} for n in counts]
-    content = {"seconds": seconds, "generations": generations, "timings": list(timings), **group}
+    generations = [one | timing for one, timing in zip(generations, timings or [{}], strict=True)]
+    content = {"seconds": seconds, "generations": generations, **group}
     return rows.Run(method=method, environment={}, groups={"chat": content}, batch_size=4, repeat=repeat)
 
 
@@ -199,16 +230,18 @@ def test_engines_that_are_started_anew_do_all_of_a_repeat_at_once():
 
 def test_what_is_left_is_estimated_from_what_is_done():
     plan = schedule(["plain", "a"], [1, 4], 2, stay_up=False, categories=["chat"])
-    found = Measurement()
-    assert measure.remaining(plan, found, 2) is None
+    found = Measurement([], plan, str, lambda row, number: "")
+    assert found.remaining(plan, 2) is None
     found.seconds[plan[0]], found.starts = 10.0, [3.0]
-    assert measure.remaining([Pass("plain", 1, 1), Pass("a", 1, 0), Pass("a", 4, 0)], found, 1) == 10 + 10 + 10 + 3
+    assert found.remaining([Pass("plain", 1, 1), Pass("a", 1, 0), Pass("a", 4, 0)], 1) == 10 + 10 + 10 + 3
     found.seconds[Pass("a", 4, 0)] = 4.0
-    assert measure.remaining([Pass("plain", 4, 1), Pass("plain", 1, 1)], found, 0) == 4 + 10
+    assert found.remaining([Pass("plain", 4, 1), Pass("plain", 1, 1)], 0) == 4 + 10
     found.seconds[Pass("b", 1, 0, "code")], found.seconds[Pass("b", 1, 0, "chat")] = 3.0, 5.0
-    assert measure.remaining([Pass("b", 1, 1, "code"), Pass("b", 1, 1, "math")], found, 0) == 3 + 4
-    assert found.unfinished(plan) == ["plain", "a"] and found.unfinished(plan[:1]) == []
-    assert measure.clock(125.7) == "2:05"
+    assert found.remaining([Pass("b", 1, 1, "code"), Pass("b", 1, 1, "math")], 0) == 3 + 4
+    assert found.unfinished == ["plain", "a"]
+    found.seconds |= dict.fromkeys(plan[:-1], 1.0)
+    assert plan[-1].method == "a" and found.unfinished == ["a"]
+    assert runner.clock(125.7) == "2:05"
 
 
 def test_engines_are_kept_where_memory_is_enough(monkeypatch, tmp_path):
@@ -219,20 +252,20 @@ def test_engines_are_kept_where_memory_is_enough(monkeypatch, tmp_path):
         for _ in range(3)
     ]
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "2")
-    monkeypatch.setattr(measure, "is_cpu_lane", lambda: True)
-    needed = 3 * (measure.ENGINE_GIB + 2 + 2 / 1024)
+    monkeypatch.setattr(platform(), "on_cores", True)
+    needed = 3 * (bench.ENGINE_GIB + 2 + 2 / 1024)
     for free, enough in ((needed + 0.01, True), (needed - 0.01, False)):
-        monkeypatch.setattr(measure, "_available_gib", lambda free=free: free)
-        assert measure.fits(jobs)[0] is enough
+        monkeypatch.setattr(bench, "available_gib", lambda free=free: free)
+        assert bench.fits(jobs)[0] is enough
     jobs[0].engine["kv_cache_memory_bytes"] = 1 << 30
-    assert measure.fits(jobs)[0] is True
-    monkeypatch.setattr(measure, "is_cpu_lane", lambda: False)
-    assert measure.fits(jobs) == (
+    assert bench.fits(jobs)[0] is True
+    monkeypatch.setattr(platform(), "on_cores", False)
+    assert bench.fits(jobs) == (
         False,
-        "3 engines take 2.76 of a GPU's memory (--gpu-memory-utilization 0.31 lets all stay up)",
+        "2.76 of a GPU's memory for 3 engines (--gpu-memory-utilization 0.31 lets all stay up)",
     )
     small = [Job(method="m", engine={"model": "m", "gpu_memory_utilization": 0.31}, sampling={}, prompts=[])] * 3
-    assert measure.fits(small)[0] is True
+    assert bench.fits(small)[0] is True
 
 
 PLAYED_TURNS = """
@@ -240,8 +273,8 @@ name = (job["engine"].get("speculative_config") or {}).get("who", "plain")
 def note(text):
     open(os.environ["NOTES"], "a").write(f"{name} {text}\\n")
 note("starts")
-emit("ready", seconds=1.0, versions={"vllm": "0"}, device="cpu", kernels_interpreted=False)
-for order in map(json.loads, open(job["orders_file"])):
+emit("ready", seconds=1.0, versions={"vllm": "0"}, device="cpu")
+for order in map(json.loads, open(job["orders"])):
     note(json.dumps(order))
     one = dict(token_ids=[1, 2], text="", num_target_calls=2, accepted_histogram=[])
     for group in job["groups"]:
@@ -288,7 +321,7 @@ def test_engines_follow_the_plan(play, tmp_path, crossspec, monkeypatch, keep):
     assert document["meta"]["configs"] == {"plain": None, "a": {"who": "a"}}
     told = [line.partition(":")[0] for line in err.splitlines() if " tokens in " in line]
     assert len(told) == 8 and told[0] == "plain, batch size 1, repeat 1"
-    assert "a category has 1 prompts: so many of its requests run at a time, not 2" in err
+    assert "a category has 1 prompt: so many of its requests run at a time, not 2" in err
 
 
 # ---- the closed loop
@@ -334,9 +367,9 @@ def conversations(llm, *turns):
 def test_no_more_requests_are_in_flight_than_asked_for(batch_size):
     llm, told = PlayedLLM(), []
     texts = [("a" * n,) for n in (4, 1, 1, 3, 2, 5, 1)]
-    answers = client.Client(llm, {}, batch_size, told.append).answer(conversations(llm, *texts))
+    answers = client.answer(llm, conversations(llm, *texts), {}, batch_size, told.append)
     assert llm.most == min(batch_size, len(texts)) and not llm.in_flight
-    assert [generation.num_target_calls for generation, _ in answers] == [4, 1, 1, 3, 2, 5, 1]
+    assert [generation.num_target_calls for generation in answers] == [4, 1, 1, 3, 2, 5, 1]
     assert sum(told) == 2 * 17
     if batch_size == 2:  # an answer makes room at once: 4, 2, 1 steps beside 1, 1, 3, 5
         assert len(told) == 10
@@ -344,21 +377,18 @@ def test_no_more_requests_are_in_flight_than_asked_for(batch_size):
 
 def test_answers_come_with_their_times_and_counts():
     llm = PlayedLLM()
-    (generation, timing), _ = client.Client(llm, {"seed": 7}, 1, lambda n: None).answer(
-        conversations(llm, ("aaa",), ("a",))
-    )
-    assert timing == (0.25, [100.25, 100.5, 100.75])
-    assert generation == ([1, 2] * 3, "ab" * 3, 3, [0, 3], 21)
+    generation, _ = client.answer(llm, conversations(llm, ("aaa",), ("a",)), {"seed": 7}, 1)
+    assert generation == ([1, 2] * 3, "ab" * 3, 3, [0, 3], 21, 0.25, [100.25, 100.5, 100.75])
     assert llm.asked == [("0-0", 7, "DELTA"), ("0-1", 8, "DELTA")]
 
 
 def test_turns_of_a_conversation_wait_for_each_other():
     """Answers are in the order of turns, then of conversations; a second turn has the first and its answer before."""
     llm = PlayedLLM()
-    answers = client.Client(llm, {}, 2, lambda n: None).answer(conversations(llm, ("aaaaa", "b"), ("a", "c"), ("aa",)))
+    answers = client.answer(llm, conversations(llm, ("aaaaa", "b"), ("a", "c"), ("aa",)), {}, 2)
     assert [name for name, *_ in llm.asked] == ["0-0", "0-1", "0-2", "1-1", "1-0"]
     lengths = [5, 1, 2, len("\n".join(["aaaaa", "ab" * 5, "b"])), len("\n".join(["a", "ab", "c"]))]
-    assert [generation.num_target_calls for generation, _ in answers] == lengths
+    assert [generation.num_target_calls for generation in answers] == lengths
 
 
 # ---- data sets
@@ -509,7 +539,8 @@ def test_reports_say_what_was_measured(play, tmp_path, crossspec, monkeypatch):
     spec = spec_file(tmp_path, "a<b", who="a")
     out = {option: tmp_path / f"out.{option}" for option in ("csv", "markdown", "html", "json")}
     files = [part for option, file in out.items() for part in (f"--{option}", file)]
-    assert crossspec("bench", "--model", "m", "--spec", spec, "--batch-sizes", "1,4", *files)[0] == 0
+    status, printed, _ = crossspec("bench", "--model", "m", "--spec", spec, "--batch-sizes", "1,4", *files)
+    assert status == 0
     document = json.loads(out["json"].read_text())
 
     with out["csv"].open() as file:
@@ -537,6 +568,26 @@ def test_reports_say_what_was_measured(play, tmp_path, crossspec, monkeypatch):
     for text in ("a<b", "Speedup by batch size", '"who": "a"', document["meta"]["hardware"]["cpu"], "vllm 0"):
         assert text in page.text, text
     assert "they say nothing of a GPU" in page.text
+
+    for told in (page.text, " ".join(printed.split()), markdown):
+        assert told.count('"by_batch_size": {"1": 0}') == 1
+
+    # Cells wrap to the window's width, and what is wider still scrolls in its own box.
+    (style,) = re.findall(r"<style>(.*?)</style>", content, re.S)
+    rules = dict(re.findall(r"([^{}]+?) *\{ *([^{}]*?) *\}", style.replace("\n", " ")))
+    assert not [rule for rule in rules.values() if "nowrap" in rule]
+    assert content.count("<table") == content.count('<div class="wide"><table') == 3
+    assert rules[" .wide"] == "overflow-x: auto;" and "anywhere" in rules[" .facts td, h1"]
+    assert "text-align: left" in rules[" th:first-child, td:first-child, .facts td"]
+
+
+def test_a_speedup_on_a_cpu_is_not_speculation_alone():
+    """What is said of it, where there is one: not on a GPU, not of plain, not without plain."""
+    both = rows.rows([run_of("plain", 2.0), run_of("tree", 1.0)])
+    on = {device: {"hardware": {"device": device}} for device in ("cpu", "cuda")}
+    assert "#products" in report.speedup_note(both, on["cpu"]) and report.speedup_note(both, on["cuda"]) is None
+    for alone in ("plain", "tree"):
+        assert report.speedup_note(rows.rows([run_of(alone, 1.0)]), on["cpu"]) is None
 
 
 def test_small_batches_answer_fewer_prompts_where_they_are_told_to():

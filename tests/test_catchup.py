@@ -1,29 +1,19 @@
 """The bookkeeping of what inactive drafters miss, against plain dictionaries, over random schedules."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 from hopper import compile_in_subprocess
 
 from vllm_crossspec.arrays import ranges
-from vllm_crossspec.catchup import unfused
-from vllm_crossspec.catchup.backlog import Backlog, StepRows
-from vllm_crossspec.catchup.kernels import accepted_lengths, join_rows, locate
-from vllm_crossspec.catchup.naive import accepted_lengths_naive, join_rows_naive, locate_naive
-from vllm_crossspec.catchup.unfused import Unfused
+from vllm_crossspec.catch_up import backlog
+from vllm_crossspec.catch_up.backlog import Backlog, StepRows
+from vllm_crossspec.catch_up.kernels import accepted_lengths, join_rows, locate
+from vllm_crossspec.catch_up.naive import accepted_lengths_naive, join_rows_naive, locate_naive
 
 POISON = -7777
-
-
-def step_rows(slots, starts, counts, certain):
-    counts = np.array(counts, dtype=np.int64)
-    return StepRows(
-        np.array(slots, dtype=np.int64),
-        np.array(starts, dtype=np.int64),
-        np.cumsum(counts) - counts,
-        counts,
-        np.array(certain, dtype=np.int64),
-    )
 
 
 def test_ranges():
@@ -37,74 +27,53 @@ class Model:
     The drafter taps two of three layers, and its fuse adds one. With ``waits`` rows wait to be fused.
     """
 
+    hidden_size, dtype, device = 2, torch.float64, torch.device("cpu")
+
     def __init__(self, capacity, num_slots=4, seed=0, waits=False):
         self.rng = np.random.default_rng(seed)
-        self.num_fuses = 0
-        self.backlog = Backlog(num_slots, capacity, 2, torch.float64, torch.device("cpu"))
+        self.num_fuses = self.num_written = self.num_counted = 0
+        self.engine_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=num_slots))
+        self.backlog = Backlog(self, [0, 2], capacity=capacity, fuses_late=waits, count=self.count)
+        self.backlog.write = self.write
         self.computed = np.zeros(num_slots, dtype=np.int64)
         self.cache = [{} for _ in range(num_slots)]
-        self.num_written = 0
-        self.unfused = Unfused(self.fuse, [0, 2], self.backlog.features, capacity) if waits else None
+
+    def count(self, num_tokens):
+        self.num_counted += num_tokens
 
     def fuse(self, states):
         self.num_fuses += 1
         return states + 1
 
-    def settle(self, slots=None):
-        if self.unfused is not None:
-            self.unfused.settle(slots)
-
-    def write(self, tokens, features):
-        for slot, position, row in zip(*map(list, tokens), strict=True):
+    def write(self, features, slots, positions):
+        for slot, position, values in zip(slots.tolist(), positions.tolist(), features.tolist(), strict=True):
             assert position not in self.cache[slot], "written twice"
-            self.cache[slot][position] = tuple(features[row].tolist())
+            self.cache[slot][position] = tuple(values)
             self.num_written += 1
-
-    def catch_up(self, slots, ends):
-        tokens = self.backlog.missed(slots, ends)
-        self.backlog.cached[slots] = np.maximum(self.backlog.cached[slots], ends)
-        if len(tokens.slots):
-            self.settle(slots)
-        self.write(tokens, self.backlog.features)
 
     def step(self, slots, counts, certain, accepted):
         """Rows of a step come in; ``accepted`` of each request's rows turn out to be right."""
-        backlog = self.backlog
-        rows = step_rows(slots, self.computed[slots], counts, certain)
-        sizes = zip(slots, rows.starts, counts, accepted, strict=True)
+        starts = self.computed[slots]
+        sizes = zip(slots, starts, counts, accepted, strict=True)
         values = [(slot, s + i) if i < right else (POISON, POISON) for slot, s, n, right in sizes for i in range(n)]
         features = torch.tensor(values, dtype=torch.float64).reshape(-1, 2)
-        crowded = backlog.crowded(rows)
-        self.catch_up(rows.slots[crowded], rows.starts[crowded])
-        long = backlog.oversized(rows)
-        if self.unfused is not None and len(features) <= unfused.MAX_ROWS and not long.any():
-            padded = torch.nn.functional.pad(features - 1, (0, 0, 2, 1))  # rows of the step that nobody is to see
-            states = [padded[:, :1], torch.full_like(padded[:, :1], POISON), padded[:, 1:]]
-            self.unfused.add(states, np.arange(len(features)) + 2, backlog.place(rows))
-            self.computed[slots] += accepted
-            return
-        self.settle()
-        written = np.where(long, rows.certain - 1, 0)
-        for slot, start, first, count in zip(rows.slots, rows.starts, rows.firsts, written, strict=True):
-            for i in range(count):
-                self.cache[slot][start + i] = tuple(features[first + i].tolist())
-            if count:
-                backlog.cached[slot] = start + count
-        stored = rows.without(written)
-        kept = ranges(stored.firsts, stored.counts)
-        backlog.features[torch.from_numpy(backlog.place(stored))] = features[torch.from_numpy(kept)]
+        padded = torch.nn.functional.pad(features - 1, (0, 0, 2, 1))  # rows of the step that nobody is to see
+        states = [padded[:, :1], torch.full_like(padded[:, :1], POISON), padded[:, 1:]]
+        packed = np.arange(len(features)) + 2
+        firsts = np.cumsum(counts) - counts
+        self.backlog.store(states, StepRows(slots, starts, firsts, counts, certain, packed, torch.from_numpy(packed)))
         self.computed[slots] += accepted
 
     def check(self, slot):
         """The cache holds each cached position's own features; the buffer the rest."""
         cached, computed = self.backlog.cached[slot], self.computed[slot]
         assert self.cache[slot] == {p: (slot, p) for p in range(cached)}
-        rest = self.backlog.missed(np.array([slot]), np.array([computed]))
-        assert rest.positions.tolist() == list(range(cached, computed))
-        if len(rest.rows):
-            self.settle(np.array([slot]))
-        found = self.backlog.features[torch.from_numpy(rest.rows)]
-        assert found.tolist() == [[slot, p] for p in rest.positions]
+        slots, positions, rows = self.backlog.missed(np.array([slot]), np.array([computed]))
+        assert positions.tolist() == list(range(cached, computed)) and (slots == slot).all()
+        if len(rows):
+            self.backlog.fuse_waiting(np.array([slot]))
+        found = self.backlog.features[torch.from_numpy(rows)]
+        assert found.tolist() == [[slot, p] for p in positions]
 
 
 @pytest.mark.parametrize("waits", [False, True])
@@ -124,29 +93,28 @@ def test_random_schedules(capacity, waits):
         for slot in slots if rng.random() < 0.3 else ():  # which settles what waits
             model.check(slot)
         chosen = slots[rng.random(len(slots)) < 0.3]
-        model.catch_up(chosen, model.computed[chosen] - 1)
-        for slot in chosen:  # the round itself writes the last token
-            last = model.computed[slot] - 1
-            model.settle(np.array([slot]))
-            row = model.backlog.rows_at(np.array([slot]), np.array([last]))[0]
-            model.cache[slot][last] = tuple(model.backlog.features[row].tolist())
-            model.backlog.cached[slot] += 1
+        ends = model.computed[chosen]
+        model.backlog.catch_up(chosen, ends - 1)
+        assert model.num_counted == model.num_written
+        rows = model.backlog.rows_at(chosen, ends - 1)
+        features = model.backlog.start(chosen, ends, torch.from_numpy(rows))
+        for slot, last in zip(chosen, features.tolist(), strict=True):  # the round itself writes the last token
+            model.cache[slot][model.computed[slot] - 1] = tuple(last)
             model.check(slot)
         leaving = np.flatnonzero(rng.random(4) < 0.02)
-        if waits:
-            model.unfused.forget(leaving)
+        model.backlog.forget(leaving)
         for slot in leaving:  # another request takes the slot
             model.cache[slot], model.computed[slot], model.backlog.cached[slot] = {}, 0, 0
 
 
 def test_rounds_of_others_cost_one_fuse_together(monkeypatch):
-    monkeypatch.setattr(unfused, "MAX_ROWS", 64)
+    monkeypatch.setattr(backlog, "MAX_UNFUSED", 64)
     model, slots = Model(300, waits=True), np.array([0, 2])
     for _ in range(10):
         model.step(slots, np.array([4, 4]), np.array([1, 1]), np.array([2, 1]))
-    assert model.num_fuses == 1 and model.unfused.num_rows == 16  # eight steps of eight rows had room
-    model.catch_up(slots, model.computed[slots])
-    assert model.num_fuses == 2 and model.num_written == 30 and model.unfused.num_rows == 0
+    assert model.num_fuses == 1 and model.backlog.num_unfused == 16  # eight steps of eight rows had room
+    model.backlog.catch_up(slots, model.computed[slots])
+    assert model.num_fuses == 2 and model.num_written == 30 and model.backlog.num_unfused == 0
     for slot in slots:
         model.check(slot)
 
@@ -155,9 +123,9 @@ def test_what_nobody_drafts_for_is_never_fused():
     model, slots = Model(300, waits=True), np.array([0, 1, 2])
     prompts = np.array([100, 40, 7])
     model.step(slots, prompts, prompts, prompts)
-    model.unfused.forget(np.array([0]))
-    model.catch_up(np.array([1]), model.computed[[1]])
-    assert model.num_fuses == 1 and model.num_written == 40 and model.unfused.num_rows == 7
+    model.backlog.forget(np.array([0]))
+    model.backlog.catch_up(np.array([1]), model.computed[[1]])
+    assert model.num_fuses == 1 and model.num_written == 40 and model.backlog.num_unfused == 7
     model.check(1)
     model.check(2)  # whose turn comes later
     assert model.num_fuses == 2 and not model.backlog.features[:300].any()  # of request 0 nothing was
@@ -244,7 +212,7 @@ COMPILE_FOR_HOPPER = """
 import hopper
 compiled = hopper.compile_only()
 import torch
-from vllm_crossspec.catchup.kernels import accepted_lengths, join_rows, locate
+from vllm_crossspec.catch_up.kernels import accepted_lengths, join_rows, locate
 
 table, token_ids = torch.zeros(8, 64, dtype=torch.int32), torch.zeros(8, 4096, dtype=torch.int32)
 last_rows, computed = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)

@@ -1,12 +1,14 @@
 """The kernels that commit an accepted path against their naive twins, over odd shapes."""
 
+import contextlib
 import random
 
 import pytest
 import torch
 from hopper import compile_in_subprocess
+from launches import record_launches
 
-from vllm_crossspec.kv_compaction import kernels, naive
+from vllm_crossspec.trees.commit import kernels, naive
 from vllm_crossspec.types import AcceptedPaths
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -129,6 +131,30 @@ def test_rows_equal_naive(max_depth, num_nodes, count, width, dtype):
     kernels.compact_rows(found, step)
     for tensor, copy in zip(found, expected, strict=True):
         assert torch.equal(tensor, copy)
+
+
+BUFFER = torch.zeros(9, 24)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "lie_apart"),
+    [
+        ([BUFFER[:, :8], BUFFER[:, 8:16], BUFFER[:, 16:]], True),
+        ([BUFFER[:, 16:], BUFFER[:, :8]], True),
+        ([BUFFER[:4, :8], BUFFER[4:, :8]], True),
+        ([BUFFER[:4, :8], BUFFER[4:, 8:16], BUFFER.clone()[:, :8]], True),
+        ([BUFFER[:, :8], BUFFER[:, :8]], False),
+        ([BUFFER[:, :8], BUFFER.clone()[:, :8], BUFFER[:, 7:15]], False),
+        ([BUFFER[:5, :8], BUFFER[4:, :8]], False),
+        ([BUFFER.view(27, 8), BUFFER[:, 8:16]], False),
+    ],
+)
+def test_states_that_share_memory_are_not_moved_side_by_side(tensors, lie_apart, monkeypatch):
+    launched = record_launches(monkeypatch)
+    nothing = AcceptedPaths(int32([0, 0]), int32([0, 0]), int32([0]), int32([[0]]))
+    with contextlib.nullcontext() if lie_apart else pytest.raises(AssertionError, match="share memory"):
+        kernels.compact_rows(tensors, nothing)
+    assert launched == ["_compact_rows_kernel"] * lie_apart
 
 
 @pytest.mark.parametrize(("max_depth", "num_nodes"), SHAPES, ids=IDS)

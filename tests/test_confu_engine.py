@@ -1,6 +1,5 @@
 """ConFu in running engines: plain's text with contemplate rows in the batch, and none of them seen by another row."""
 
-import functools
 import json
 from typing import Any
 
@@ -9,23 +8,9 @@ import pytest
 import sabotage
 import shadow
 import torch
-from test_trees import SETTINGS, answers, mixed_requests
+from engines import ASYNC, LARGE_STEPS, results
 
 pytestmark = pytest.mark.e2e
-
-CHAIN = {"method": "confu", "model": str(engines.CONFU), "num_speculative_tokens": engines.K}
-TREE = engines.tree("confu", engines.CONFU)
-SPECS = {"plain": None, "confu": CHAIN, "confu-tree": TREE}
-ASYNC = "confu"
-
-
-@functools.cache
-def results(name):
-    """All scenarios; the token budget of a step (128) cuts the rows of a batch short, in the middle of anything."""
-    if name != ASYNC:
-        return engines.run_scenarios(SPECS[name], async_scheduling=False)
-    with engines.async_scheduling_on_cpu():
-        return engines.run_scenarios(SPECS[name], async_scheduling=True)
 
 
 @pytest.mark.parametrize("scenario", ["one", "eight", "chunked", "prefix", "seeded"])
@@ -40,7 +25,7 @@ def test_drafts_were_accepted_and_contemplate_rows_do_not_count(name):
     found, stats = results(name), results(name).stats["confu"]
     assert stats["accepted_tokens"] > 2 * stats["drafts"]
     assert stats["draft_tokens"] <= (7 if name == "confu" else 60) * stats["drafts"]
-    if name != ASYNC:  # under async scheduling the device also counts the round in flight when a request ends
+    if name not in ASYNC:  # under async scheduling the device also counts the round in flight when a request ends
         assert stats["accepted_tokens"] == found.counts.accepted
 
 
@@ -48,21 +33,15 @@ def test_drafts_were_accepted_and_contemplate_rows_do_not_count(name):
 
 
 @pytest.fixture(scope="module")
-def target_alone():
-    with engines.engine(None, **SETTINGS) as llm:
-        return answers(llm, mixed_requests()), greedy_and_seeded(llm)
-
-
-@pytest.fixture(scope="module")
-def plain(target_alone):
+def plain():
     """Its answers to the mixed batch."""
-    return target_alone[0]
+    return engines.plain_mixed_answers()
 
 
 @pytest.fixture(scope="module")
-def plain_texts(target_alone):
+def plain_texts():
     """Its texts of :func:`greedy_and_seeded`."""
-    return target_alone[1]
+    return [engines.plain(4, 20), engines.plain(2, 12, temperature=0.8, seed=3)]
 
 
 def greedy_and_seeded(llm):
@@ -75,7 +54,7 @@ def greedy_and_seeded(llm):
 
 @pytest.fixture(scope="module")
 def llm(plain):
-    with engines.engine(engines.tree("confu", engines.CONFU, num_nodes=24), **SETTINGS) as running:
+    with engines.engine(engines.tree("confu", engines.CONFU, num_nodes=24), **LARGE_STEPS) as running:
         yield running
 
 
@@ -86,15 +65,7 @@ def whole(llm):
 
 def run_broken(llm, how):
     """Tokens and log-probabilities of the mixed batch, and accepted tokens a draft, with one part broken."""
-    llm.collective_rpc(how)
-    before = llm.collective_rpc("crossspec_stats")[0]["confu"]
-    try:
-        found = answers(llm, mixed_requests())
-    finally:
-        llm.collective_rpc(sabotage.mend)
-    after = llm.collective_rpc("crossspec_stats")[0]["confu"]
-    accepted, drafts = (after[name] - before[name] for name in ("accepted_tokens", "drafts"))
-    return found, accepted / drafts
+    return engines.run_broken(llm, how, engines.mixed_answers)
 
 
 def test_a_mixed_batch_is_plains(whole, plain):
@@ -129,13 +100,9 @@ def test_other_futures_never_make_another_text(llm, plain, how):
     ],
 )
 def test_a_broken_part_of_the_target_is_seen(llm, plain_texts, how):
-    llm.collective_rpc(how)
-    try:
-        found = engines.generate(llm, engines.prompts(4), max_tokens=20)
-    finally:
-        llm.collective_rpc(sabotage.mend)
-    assert found != plain_texts[0]
-    assert engines.generate(llm, engines.prompts(4), max_tokens=20) == plain_texts[0]
+    for broken in (how, sabotage.mend):
+        found, _ = engines.run_broken(llm, broken, lambda llm: engines.generate(llm, engines.prompts(4), max_tokens=20))
+        assert (found == plain_texts[0]) == (broken is sabotage.mend)
 
 
 def test_the_gpus_algorithm_gives_the_same_text(llm, whole, plain):
@@ -240,7 +207,7 @@ def test_beside_another_drafter_and_routed(plain_texts):
         },
         "router": {"policy": "entropy", "threshold": 1.0},
     }
-    with engines.engine(spec, **SETTINGS) as llm:
+    with engines.engine(spec, **LARGE_STEPS) as llm:
         assert greedy_and_seeded(llm) == plain_texts
         drafted = {name: stats["drafts"] for name, stats in llm.collective_rpc("crossspec_stats")[0].items()}
     assert all(count > 5 for count in drafted.values()), drafted
@@ -250,7 +217,7 @@ def test_calibrated_and_sized_by_heterospec(plain_texts, tmp_path):
     from commands import crossspec
     from test_heterospec_engine import check_rows, watch_rows, watched
 
-    from vllm_crossspec.adaptive.calibration import read_calibration
+    from vllm_crossspec.heterospec.calibration import read_calibration
 
     spec = {"method": "confu", "model": str(engines.CONFU), "tree": {"depth": 3, "top_k": 4, "num_nodes": 20}}
     path = tmp_path / "calibration.json"
@@ -259,7 +226,7 @@ def test_calibrated_and_sized_by_heterospec(plain_texts, tmp_path):
     policy = read_calibration(path, "adaptive.model").policy()
     assert len(set(policy.widths)) > 1 and policy.max_extension == 2
     spec["adaptive"] = str(path)
-    with engines.engine(spec, **SETTINGS) as llm:
+    with engines.engine(spec, **LARGE_STEPS) as llm:
         llm.collective_rpc(watch_rows)
         assert greedy_and_seeded(llm) == plain_texts
         steps = llm.collective_rpc(watched)[0]
@@ -272,16 +239,16 @@ def test_calibrated_and_sized_by_heterospec(plain_texts, tmp_path):
 
 
 def test_with_a_flashhead(plain_texts, tmp_path):
-    from vllm_crossspec.heads.flashhead.assets import Assets, group, save_assets
-    from vllm_crossspec.heads.flashhead.build import cluster
-    from vllm_crossspec.heads.flashhead.embedding import read_output_embedding
+    from crossspec_tools.flashhead.build import cluster
+    from crossspec_tools.flashhead.files import read_output_embedding, save_assets
+    from vllm_crossspec.drafting.flashhead.assets import Assets, group
 
     weight = read_output_embedding(engines.CONFU)
     found = cluster(weight, cluster_size=8, iterations=3)
     members = group(found.assignments, len(weight) // 8)
     save_assets(tmp_path / "head", Assets(found.centroids, members, (0, 1, 2, 3), len(members) // 3, {}))
     spec = engines.tree("confu", engines.CONFU, num_nodes=24) | {"head": str(tmp_path / "head")}
-    with engines.engine(spec, **SETTINGS) as llm:
+    with engines.engine(spec, **LARGE_STEPS) as llm:
         assert greedy_and_seeded(llm) == plain_texts
         stats = llm.collective_rpc("crossspec_stats")[0]["confu"]
     assert stats["accepted_tokens"] > 2 * stats["drafts"]
@@ -289,7 +256,7 @@ def test_with_a_flashhead(plain_texts, tmp_path):
 
 def test_rows_narrow_and_vanish_as_the_batch_grows(plain_texts):
     spec = engines.tree("confu", engines.CONFU, num_nodes=24, by_batch_size={"1": 24, "2": 4, "4": 0})
-    with engines.engine(spec, **SETTINGS) as llm:
+    with engines.engine(spec, **LARGE_STEPS) as llm:
         assert greedy_and_seeded(llm) == plain_texts
         stats = llm.collective_rpc("crossspec_stats")[0]["confu"]
     assert 0 < stats["draft_tokens"] < 24 * stats["drafts"]

@@ -7,10 +7,10 @@ import torch
 from hopper import compile_in_subprocess
 from steps import DEVICE, POISON, int32, make_step, poisoned
 
-from vllm_crossspec.contemplate import kernels, layout, naive, torch_ops
+from vllm_crossspec.drafters.confu import kernels, naive
+from vllm_crossspec.kinds import contemplate_layout as layout
 from vllm_crossspec.types import AcceptedPaths
 
-WRITERS = [kernels, torch_ops]
 NODES = [1, 3, 12, 60]
 KINDS_OF_A_WIDE_STEP = ("whole", "truncated", "plain", "padding")
 
@@ -23,14 +23,13 @@ def contemplating_step(seed, num_nodes, index_dtype=torch.int64):
     return step, int32([0, *torch.tensor(ordinary).cumsum(0).tolist()])
 
 
-@pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("num_nodes", [*NODES, 200])
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
-def test_split_equals_naive(writer, num_nodes, index_dtype):
+def test_split_equals_naive(num_nodes, index_dtype):
     step, cu_nodes = contemplating_step(num_nodes, num_nodes, index_dtype)
     num_logits = int(cu_nodes[-1])
     results = []
-    for implementation in (naive, writer):
+    for implementation in (naive, kernels):
         dtypes = {"logits_indices": torch.int64, "expanded_idx_mapping": index_dtype, "expanded_local_pos": torch.int32}
         outputs = {name: poisoned(num_logits + 3, dtype=dtype) for name, dtype in dtypes.items()}
         implementation.split_rows(
@@ -119,12 +118,11 @@ CONTEMPLATIONS = [
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
-@pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize(("nodes", "hidden", "experts", "top", "taps", "dtype"), CONTEMPLATIONS)
-def test_contemplation_equals_naive(writer, nodes, hidden, experts, top, taps, dtype):
+def test_contemplation_equals_naive(nodes, hidden, experts, top, taps, dtype):
     index_dtype = torch.int32 if nodes % 2 else torch.int64
     arguments, num_slots = make_contemplation(nodes + hidden, nodes, hidden, experts, taps, dtype, index_dtype)
-    expected, found = (contemplate(which, arguments, num_slots, top) for which in (naive, writer))
+    expected, found = (contemplate(which, arguments, num_slots, top) for which in (naive, kernels))
     assert torch.equal(found["has_future"], expected["has_future"])
     assert torch.equal(found["futures"], expected["futures"])
     tolerance = TOLERANCE[dtype]
@@ -137,10 +135,10 @@ def test_contemplation_equals_naive(writer, nodes, hidden, experts, top, taps, d
     assert all(x[~untouched].isfinite().all() for x in embeds)
 
 
-@pytest.mark.parametrize("implementation", [naive, *WRITERS])
+@pytest.mark.parametrize("implementation", [naive, kernels])
 def test_mixture_is_that_of_training(implementation):
     """The embedding of every request is what training's module makes of the same states."""
-    from vllm_crossspec.training.confu import Mixture
+    from crossspec_tools.train.confu import Mixture
 
     arguments, num_slots = make_contemplation(5, 6, 48, 8, 3, torch.float32)
     module = Mixture(3 * 48, 48, 8, 2)
@@ -164,7 +162,7 @@ def test_mixture_is_that_of_training(implementation):
     assert checked > 4
 
 
-@pytest.mark.parametrize("implementation", [naive, *WRITERS])
+@pytest.mark.parametrize("implementation", [naive, kernels])
 def test_the_lower_of_equal_experts_counts(implementation):
     arguments, num_slots = make_contemplation(7, 3, 16, 6, 3, torch.float32)
     arguments["router"][:] = 0
@@ -174,16 +172,15 @@ def test_the_lower_of_equal_experts_counts(implementation):
     torch.testing.assert_close(embeds[slots], expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize(("num_nodes", "hidden"), [(1, 16), (3, 40), (12, 300), (60, 128)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_that_are_written_equal_naive(writer, num_nodes, hidden, dtype):
+def test_rows_that_are_written_equal_naive(num_nodes, hidden, dtype):
     step, _ = contemplating_step(num_nodes, num_nodes)
     num_rows, num_slots = step.positions.shape[0], step.parents.shape[0]
     generator = torch.Generator().manual_seed(num_nodes)
     embeds = torch.randn(num_slots, hidden, generator=generator).to(DEVICE, dtype)
     expected, found = poisoned(2, num_rows + 2, hidden, dtype=dtype)
-    for implementation, out in ((naive, expected), (writer, found)):
+    for implementation, out in ((naive, expected), (kernels, found)):
         implementation.write_contemplate_rows(
             embeds=out,
             contemplate_embeds=embeds,

@@ -10,14 +10,15 @@ from launches import record_launches
 from ngram_counts import random_tokens
 from test_tree_builders import DEVICE, NEVER, VIEWS, candidates, check_trees, paths, poisoned, same
 
-from vllm_crossspec.ngram.build import build, make_plan
-from vllm_crossspec.ngram.kernels import look_up_level
-from vllm_crossspec.ngram.lookup import look_up
-from vllm_crossspec.ngram.naive import look_up_level_naive
-from vllm_crossspec.ngram.store import open_store, place
-from vllm_crossspec.tree import continuity, naive, torch_ops
-from vllm_crossspec.tree.best_first import best_first
-from vllm_crossspec.tree.continuity import ContinuityTree, Scoring, product_scoring
+from crossspec_tools.ngram.build import build, make_plan
+from crossspec_tools.ngram.lookup import look_up
+from vllm_crossspec.kinds.scoring import Scoring, product_scoring
+from vllm_crossspec.ngram_store.kernels import look_up_level
+from vllm_crossspec.ngram_store.naive import look_up_level_naive
+from vllm_crossspec.ngram_store.store import open_store, place
+from vllm_crossspec.trees.builders import continuity, naive
+from vllm_crossspec.trees.builders.best_first import best_first
+from vllm_crossspec.trees.builders.continuity import ContinuityTree
 
 VOCAB_SIZE = 40
 PLAIN = Scoring(logit_decay=1.0, level_decay=0.0, renormalises=False)
@@ -103,13 +104,13 @@ SHAPES = [
 
 
 def check_builders(stores, reqs, levels, choices, beam, nodes, width, order, stops, backoff, impossible):
-    """Kernels and batched operations against the plain twin."""
+    """Kernels against the plain twin."""
     store = place(stores[order], "gpu", DEVICE) if order and DEVICE.type == "cuda" else stores.get(order)
     sizes = {"num_nodes": nodes, "depth": levels, "top_k": choices, "max_num_reqs": reqs + 1, "device": DEVICE}
     for scoring in (Scoring(), PLAIN):
         settings = sizes | {"beam_width": beam, "scoring": scoring, "stop_tokens": stops, "backoff": backoff}
-        builders = [kind(**settings, store=store) for kind in (ContinuityTree, torch_ops.ContinuityTree)]
-        builders[0]._pool.order.fill_(-7777)
+        builder = ContinuityTree(**settings, store=store)
+        builder._pool.order.fill_(-7777)
         # Twice: what one tree leaves in the buffers must not show in the next, which is smaller in every way.
         for seed, less in ((reqs + nodes, 0), (beam, 1)):
             shape = (max(reqs - less, 1), max(levels - less, 1), max(choices - less, 1))
@@ -117,9 +118,8 @@ def check_builders(stores, reqs, levels, choices, beam, nodes, width, order, sto
             if order is None:
                 given["contexts"] = None
             expected = truth(given, width, **settings, store=stores.get(order))
-            for builder in builders:
-                agree(built(builder, given, width), expected, shape[0])
-            assert (builders[0]._pool.order[shape[0] :] == -7777).all() or less
+            agree(built(builder, given, width), expected, shape[0])
+            assert (builder._pool.order[shape[0] :] == -7777).all() or less
 
 
 @pytest.mark.parametrize("impossible", [0.0, 0.5])
@@ -128,8 +128,7 @@ def test_equals_naive(stores, shape, impossible):
     check_builders(stores, *shape, impossible)
 
 
-@pytest.mark.parametrize("kind", [ContinuityTree, torch_ops.ContinuityTree])
-def test_a_beam_wider_than_the_tree_loses_nothing_by_being_as_wide(stores, kind):
+def test_a_beam_wider_than_the_tree_loses_nothing_by_being_as_wide(stores):
     """Of three nodes alike any may have the fourth as its child: a beam of two would not find the third one's."""
     given = inputs(3, 40, 3, 3)
     given["log_probs"] *= 0.01
@@ -137,8 +136,8 @@ def test_a_beam_wider_than_the_tree_loses_nothing_by_being_as_wide(stores, kind)
     settings = {"num_nodes": 4, "depth": 3, "top_k": 3, "max_num_reqs": 40, "device": DEVICE}
     settings |= {"scoring": product_scoring(1.0), "stop_tokens": (1,), "backoff": None}
     expected = truth(given, 5, **settings, beam_width=20, store=stores[3])
-    agree(built(kind(**settings, beam_width=20, store=store), given, 5), expected, 40)
-    narrow = built(kind(**settings, beam_width=2, store=store), given, 5)
+    agree(built(ContinuityTree(**settings, beam_width=20, store=store), given, 5), expected, 40)
+    narrow = built(ContinuityTree(**settings, beam_width=2, store=store), given, 5)
     assert (narrow.tokens[:40].cpu() != expected.tokens[:40]).any()
 
 
@@ -165,12 +164,9 @@ def test_impossible_candidates_and_values_above_zero(stores):
         settings = {"num_nodes": 20, "depth": 3, "top_k": 3, "max_num_reqs": 4, "device": DEVICE, "beam_width": 4}
         settings |= {"scoring": Scoring(renormalises=renormalises)}
         expected = truth(given, 20, **settings, store=stores[3])
-        for kind in (ContinuityTree, torch_ops.ContinuityTree):
-            # Operations of PyTorch read what is on their device; a kernel reads the host's memory, too.
-            placement = "gpu" if DEVICE.type == "cuda" and kind is torch_ops.ContinuityTree else "host"
-            found = built(kind(**settings, store=place(stores[3], placement, DEVICE)), given, 20)
-            agree(found, expected, 4)
-            assert found.sizes.tolist()[:4] == [2 + 2 + 6, 3, 0, 20]
+        found = built(ContinuityTree(**settings, store=place(stores[3], "host", DEVICE)), given, 20)
+        agree(found, expected, 4)
+        assert found.sizes.tolist()[:4] == [2 + 2 + 6, 3, 0, 20]
 
 
 def test_ties_go_to_the_earlier_candidate():
@@ -180,10 +176,9 @@ def test_ties_go_to_the_earlier_candidate():
     settings = {"num_nodes": 9, "depth": 3, "top_k": 2, "max_num_reqs": 1, "device": DEVICE, "beam_width": 3}
     settings |= {"scoring": PLAIN, "store": None}
     expected = truth(given, 9, **settings)
-    for kind in (ContinuityTree, torch_ops.ContinuityTree):
-        found = built(kind(**settings), given, 9)
-        same([t[:1] for t in found], [t[:1] for t in expected])
-        assert found.parents[0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4]
+    found = built(ContinuityTree(**settings), given, 9)
+    same([t[:1] for t in found], [t[:1] for t in expected])
+    assert found.parents[0].tolist() == [0, 0, 1, 1, 2, 2, 3, 3, 4]
 
 
 # -- exactness ----------------------------------------------------------------------------------------------------
@@ -313,11 +308,10 @@ def test_the_papers_weights():
     assert math.isclose(scoring.continuity_weight(3), 4**-0.7 * 0.5)
 
 
-@pytest.mark.parametrize("kind", [ContinuityTree, torch_ops.ContinuityTree])
-def test_a_backoff_that_is_none(stores, kind):
+def test_a_backoff_that_is_none(stores):
     settings = {"num_nodes": 3, "depth": 2, "top_k": 2, "max_num_reqs": 1, "device": DEVICE, "beam_width": 2}
     with pytest.raises(ValueError, match="backoff 1.5: give a factor above 0"):
-        kind(**settings, scoring=Scoring(), store=stores[2], backoff=1.5)
+        ContinuityTree(**settings, scoring=Scoring(), store=stores[2], backoff=1.5)
 
 
 # -- launches -----------------------------------------------------------------------------------------------------
@@ -356,8 +350,9 @@ def test_kernels_compile_for_hopper(stores, tmp_path):
 from hopper import compile_only
 compiled = compile_only()
 import torch
-from vllm_crossspec.ngram.store import NgramStore
-from vllm_crossspec.tree.continuity import ContinuityTree, Scoring
+from vllm_crossspec.ngram_store.store import NgramStore
+from vllm_crossspec.trees.builders.continuity import ContinuityTree
+from vllm_crossspec.kinds.scoring import Scoring
 from vllm_crossspec.types import TokenTree
 header, tensors = torch.load({str(tmp_path / "store")!r}, weights_only=False)
 sizes = dict(num_nodes=60, depth=8, top_k=25, beam_width=20, max_num_reqs=4, device=torch.device("cpu"))

@@ -9,6 +9,7 @@ from typing import ClassVar
 import pytest
 import torch
 
+from vllm_crossspec.config.schema import CrossSpecConfig
 from vllm_crossspec.metrics import kernel, naive
 from vllm_crossspec.metrics.counters import AcceptanceCounters
 from vllm_crossspec.types import NO_DRAFTS
@@ -52,7 +53,7 @@ def test_kernel_equals_naive(seed, slots, rows, positions, drafters):
 
 def test_contemplate_rows_are_no_drafts():
     """15 drafts of the scheduler's are 7 nodes, and 8 contemplate rows that are always rejected."""
-    counters = AcceptanceCounters(("a",), 4, num_positions=7, device=torch.device(DEVICE), rows_per_node=2)
+    counters = AcceptanceCounters({"a": 7}, 4, device=torch.device(DEVICE), rows_per_node=2)
     slots = torch.tensor([2], dtype=torch.int32, device=DEVICE)
     counters.mark_drafted(slots, 0)
     one = [torch.tensor([v], dtype=torch.int32, device=DEVICE) for v in (2, 3, 13)]
@@ -67,7 +68,7 @@ def test_contemplate_rows_are_no_drafts():
 
 
 def test_what_counts_and_what_does_not():
-    counters = AcceptanceCounters(("a", "b"), max_num_reqs=4, num_positions=3, device=torch.device(DEVICE))
+    counters = AcceptanceCounters({"a": 2, "b": 3}, max_num_reqs=4, device=torch.device(DEVICE))
 
     def verdict(slot, sampled, rejected, computed, prompt):
         one = [torch.tensor([v], dtype=torch.int32, device=DEVICE) for v in (slot, sampled, rejected)]
@@ -92,7 +93,27 @@ def test_what_counts_and_what_does_not():
         "accepted_tokens": 2,
         "accepted_per_position": [1, 1, 0],
     }
-    assert stats["a"]["drafts"] == 0
+    assert stats["a"]["drafts"] == 0 and stats["a"]["accepted_per_position"] == [0, 0], "as many as it has levels"
+
+
+def test_positions_are_those_that_a_drafter_can_reach():
+    """A chain's tokens, a tree's levels and those that adaptive trees may grow; not every node of the widest tree."""
+    tree = {"type": "dynamic", "depth": 5, "top_k": 8, "num_nodes": 60}
+    drafters = {
+        "tree": {"kind": "eagle3", "model": "a", "num_speculative_tokens": 5, "tree": tree},
+        "grows": {"kind": "eagle3", "model": "a", "num_speculative_tokens": 5, "tree": tree,
+                  "adaptive": {"model": "b"}, "policy": ((1.0,), (3, 0), (60, 60))},
+        "small": {"kind": "dflash", "model": "a", "num_speculative_tokens": 7,
+                  "tree": {"type": "best_first", "num_nodes": 4}},
+        "chain": {"kind": "dflash", "model": "a", "num_speculative_tokens": 7},
+        "nothing": {"kind": "nothing", "model": "", "num_speculative_tokens": 1},
+    }  # fmt: skip
+    settings = CrossSpecConfig(method="whiflash", drafters=drafters, num_speculative_tokens=60)
+    depths = {name: settings.depth_of(name) for name in drafters}
+    assert depths == {"tree": 5, "grows": 8, "small": 4, "chain": 7, "nothing": 0}
+    counters = AcceptanceCounters(depths, 2, device=torch.device(DEVICE))
+    found = {name: len(counted["accepted_per_position"]) for name, counted in counters.snapshot().items()}
+    assert found == depths and AcceptanceCounters({"nothing": 0}, 2, torch.device(DEVICE)).snapshot()
 
 
 def test_backlogs_are_a_histogram_as_prometheus_knows_it():
@@ -147,7 +168,7 @@ def test_files_of_a_full_disk_are_not_mapped(monkeypatch, tmp_path):
     """A write into a hole of one would end the process (SIGBUS)."""
     from vllm_crossspec.metrics import export
 
-    counters = AcceptanceCounters(("a",), 4, num_positions=3, device=torch.device(DEVICE))
+    counters = AcceptanceCounters({"a": 3}, 4, device=torch.device(DEVICE))
     monkeypatch.setattr(export, "_make_counters", lambda: pytest.fail("the files are mapped"))
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "gone"))
     with pytest.raises(FileNotFoundError):

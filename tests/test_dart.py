@@ -1,36 +1,17 @@
 """DART in whole engines: plain's text, drafts as the trained model makes them, and no trace of masks in the cache."""
 
 import functools
-import os
 from unittest import mock
 
 import engines
 import pytest
 import torch
+from engines import results
 from reference import recorder
 
 pytestmark = pytest.mark.e2e
 
-WITH_NGRAMS = {"ngram": str(engines.NGRAM)}
-CHAIN = {"method": "dart", "model": str(engines.DART), "tree": engines.CHAIN}
-TREE = {"method": "dart", "model": str(engines.DART), **WITH_NGRAMS}
-SPECS = {
-    "plain": None,
-    "dart": CHAIN,
-    "dart-tree": TREE,
-    "dflash-continuity": engines.tree("dflash", engines.DFLASH, type="continuity") | WITH_NGRAMS,
-    "dflash, n-grams, best first": engines.tree("dflash", engines.DFLASH, 24, type="best_first") | WITH_NGRAMS,
-}
-DRAFTING = [name for name in SPECS if name != "plain"]
-ASYNC = "dart-tree"
-
-
-@functools.cache
-def results(name):
-    if name != ASYNC:
-        return engines.run_scenarios(SPECS[name], async_scheduling=False)
-    with engines.async_scheduling_on_cpu():
-        return engines.run_scenarios(SPECS[name], async_scheduling=True)
+DRAFTING = ["dart", "dart-tree", "dflash-continuity", "dflash, n-grams, best first"]
 
 
 @pytest.mark.parametrize("scenario", ["one", "eight", "chunked", "prefix"])
@@ -48,17 +29,9 @@ def test_seeded_text_is_plains_token_for_token(name):
 def test_trees_are_accepted_further_than_chains():
     chain, tree = results("dart").counts, results("dart-tree").counts
     assert 0.6 < chain.accepted / chain.drafts < tree.accepted / tree.drafts - 0.5
-    assert results(ASYNC).is_async and not results("dart").is_async
 
 
 # -- what one engine drafts, beside the model that was trained ------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def in_process():
-    """The tests reach into the worker."""
-    with mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
-        yield
 
 
 @functools.cache
@@ -75,9 +48,10 @@ def trained():
     from safetensors.torch import load_file
     from transformers import AutoModelForCausalLM
 
+    from crossspec_tools.train.dart import DartDrafter
+    from crossspec_tools.train.recipes import DartConfig
+    from crossspec_tools.train.states import FrozenTarget
     from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
-    from vllm_crossspec.training.dart import DartConfig, DartDrafter
-    from vllm_crossspec.training.states import FrozenTarget
 
     causal_lm = AutoModelForCausalLM.from_pretrained(engines.TARGET, dtype=torch.float32).eval()
     target = FrozenTarget(causal_lm, default_target_layers(causal_lm.config.num_hidden_layers), False)
@@ -107,8 +81,8 @@ def equal_rounds(traces):
 
 
 @pytest.fixture(scope="module")
-def llm(in_process):
-    spec = CHAIN | {"draft_sample_method": "greedy"}
+def llm():
+    spec = engines.ENGINES["dart"] | {"draft_sample_method": "greedy"}
     with engines.engine(spec, skip_tokenizer_init=True, enable_prefix_caching=False) as running:
         running.collective_rpc(recorder.start)
         yield running
@@ -151,20 +125,6 @@ def test_shifted_positions_would_be_seen(llm):
         inputs.prepare_rows(step, **arguments)
         arguments["out"].positions[1:] += 1
 
-    with mock.patch("vllm_crossspec.engine.proposers.dart.prepare_rows", shifted):
+    with mock.patch("vllm_crossspec.drafters.dart.proposer.prepare_rows", shifted):
         equal, total = drafted(llm)
     assert equal < 0.9 * total
-
-
-def test_kernels_build_the_same_trees_as_torch(in_process):
-    """Where kernels would be interpreted, an engine searches with PyTorch and Numba."""
-    from vllm_crossspec.tree.torch_ops import ContinuityTree
-
-    with engines.engine(TREE | {"tree": {"num_nodes": 24}}, enable_prefix_caching=False) as llm:
-        llm.collective_rpc(recorder.start)
-        trees = proposer(llm).trees
-        assert not isinstance(trees.builder, ContinuityTree)
-        searched = recorder.trace(llm, prompts()[:1], 8)
-        with mock.patch.object(trees, "builder", ContinuityTree(**trees.sizes)):
-            assert recorder.trace(llm, prompts()[:1], 8) == searched
-    assert searched[0].drafts

@@ -5,8 +5,8 @@ import torch
 from steps import DEVICE, step_inputs
 
 from vllm_crossspec.drafters.dart import inputs, naive
-from vllm_crossspec.ngram.contexts import last_tokens
-from vllm_crossspec.ngram.naive import last_tokens_naive
+from vllm_crossspec.ngram_store.contexts import Texts, last_tokens
+from vllm_crossspec.ngram_store.naive import last_tokens_naive
 
 BLOCK_SIZE = 4
 
@@ -148,6 +148,7 @@ def test_contexts_are_the_twins(width):
     num_computed = torch.tensor([0, 1, 2, 17, 29, 40], dtype=torch.int32, device=DEVICE)
     idx_mapping = torch.tensor([3, 0, -1, 5, 1, 2, 4], dtype=torch.int32, device=DEVICE)
     found = torch.full((7, width), -777, device=DEVICE)
-    last_tokens(idx_mapping=idx_mapping, num_computed=num_computed, all_token_ids=all_token_ids, contexts=found)
-    assert torch.equal(found, last_tokens_naive(idx_mapping, num_computed, all_token_ids, width))
+    texts = Texts(idx_mapping, num_computed, all_token_ids)
+    last_tokens(texts, found)
+    assert torch.equal(found, last_tokens_naive(texts, width))
     assert found[0].tolist() == all_token_ids[3, 18 - width : 18].tolist()

@@ -11,7 +11,7 @@ from documents import ROOT
 
 from vllm_crossspec.metrics.export import _make_counters
 
-BOARD = ROOT / "dashboards" / "crossspec.json"
+BOARD = ROOT / "deploy" / "dashboards" / "crossspec.json"
 METRIC = re.compile(r"\b((?:crossspec|vllm):\w+)\{([^}]*)\}")
 GROUPED = re.compile(r"by \(([\w, ]+)\) \(rate\(((?:crossspec|vllm):\w+)")
 

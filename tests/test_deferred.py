@@ -22,21 +22,20 @@ LENGTHS = (80, 24, 56)
 def defer(worker: Any, how: str) -> None:
     """Have tokens kept as ever, or none kept, or kept and then lost; count those that are kept from now on."""
     speculator = worker.model_runner.speculator
-    if not hasattr(speculator, "kept_rows"):
-        speculator.kept_rows = speculator.deferred
-    rows = speculator.deferred = None if how == "at once" else speculator.kept_rows
+    if not hasattr(worker, "queue"):
+        worker.queue = speculator.queue
+    queue = speculator.queue = None if how == "at once" else worker.queue
     worker.deferred = 0
-    if rows is None:
+    if queue is None:
         return
-    rows.__dict__.pop("take", None)
-    take = rows.take
+    queue.__dict__.pop("write", None)
+    write = queue.write
 
-    def counted() -> Any:
-        worker.deferred += rows.num_rows
-        states, slots, positions = take()
-        return states, slots.fill_(-1) if how == "lost" else slots, positions
+    def counted(features: Any, slots: Any, positions: Any) -> None:
+        worker.deferred += len(slots)
+        write(features, slots.fill_(-1) if how == "lost" else slots, positions)
 
-    rows.take = counted
+    queue.write = counted
 
 
 def a_busy_while(llm: Any) -> tuple[list[list[int]], list[int]]:
@@ -67,28 +66,33 @@ def plain():
         return a_busy_while(llm)
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_acceptance_is_as_if_every_token_had_been_taken_in_at_once(name, plain):
+@pytest.fixture(scope="module", params=SPECS)
+def llm(request, plain):
+    with engines.engine(SPECS[request.param], block_size=32) as running:
+        yield running
+
+
+def test_acceptance_is_as_if_every_token_had_been_taken_in_at_once(llm, plain):
     accepted = {}
-    with engines.engine(SPECS[name], block_size=32) as llm:
-        for how in ("deferred", "at once", "lost"):
-            llm.collective_rpc(defer, args=(how,))
-            before = accepted_tokens(llm)
-            assert a_busy_while(llm) == plain
-            accepted[how] = accepted_tokens(llm) - before
-            kept = llm.collective_rpc(lambda worker: worker.deferred)[0]
-            assert kept == 0 if how == "at once" else kept > 60
+    for how in ("deferred", "at once", "lost"):
+        llm.collective_rpc(defer, args=(how,))
+        before = accepted_tokens(llm)
+        assert a_busy_while(llm) == plain
+        accepted[how] = accepted_tokens(llm) - before
+        kept = llm.collective_rpc(lambda worker: worker.deferred)[0]
+        assert kept == 0 if how == "at once" else kept > 60
     assert accepted["deferred"] == accepted["at once"] != accepted["lost"]
 
 
-def test_one_who_wants_no_drafts_runs_no_drafter():
+@pytest.mark.parametrize("llm", ["eagle3"], indirect=True)
+def test_one_who_wants_no_drafts_runs_no_drafter(llm):
     """A request that opted out of drafts costs its drafter no forward pass, and is taken in when it ends."""
     from vllm import SamplingParams
 
-    with engines.engine(engines.ours("eagle3", engines.EAGLE3)) as llm:
-        llm.collective_rpc(defer, args=("deferred",))
-        parameters = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, extra_args={"crossspec": "off"})
-        llm.generate(engines.prompts(1), parameters, use_tqdm=False)
-        engines.generate(llm, engines.prompts(1), max_tokens=4)
-        # The prompt's last token and all that were generated but the last, whose states nobody has computed.
-        assert llm.collective_rpc(lambda worker: worker.deferred)[0] == 39
+    llm.reset_prefix_cache()
+    llm.collective_rpc(defer, args=("deferred",))
+    parameters = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, extra_args={"crossspec": "off"})
+    llm.generate(engines.prompts(1), parameters, use_tqdm=False)
+    engines.generate(llm, engines.prompts(1), max_tokens=4)
+    # The prompt's last token and all that were generated but the last, whose states nobody has computed.
+    assert llm.collective_rpc(lambda worker: worker.deferred)[0] == 39

@@ -3,7 +3,6 @@
 import functools
 import itertools
 import json
-import os
 import shutil
 from unittest import mock
 
@@ -15,8 +14,8 @@ from reference import recorder
 from safetensors.torch import load_file, save_file
 from steps import DEVICE, step_inputs
 
-from vllm_crossspec.drafters.checkpoint import check_drafter
 from vllm_crossspec.drafters.draft_model import inputs, naive
+from vllm_crossspec.kinds.checkpoint import check_drafter
 from vllm_crossspec.types import TargetFacts
 
 DRAFTS = 4
@@ -238,11 +237,6 @@ def spec(folder, num_drafts=DRAFTS, **keys):
     } | keys
 
 
-@functools.cache
-def plain():
-    return engines.run_scenarios(None)
-
-
 @pytest.fixture(scope="module")
 def results(noisy, tiny):
     """Scenarios by name of the drafter."""
@@ -250,10 +244,7 @@ def results(noisy, tiny):
 
     @functools.cache
     def run(name):
-        if name != "noisy":
-            return engines.run_scenarios(specs[name], async_scheduling=False)
-        with engines.async_scheduling_on_cpu():
-            return engines.run_scenarios(specs[name], async_scheduling=True)
+        return engines.run_scenarios(specs[name], is_async=name == "noisy")
 
     return run
 
@@ -262,14 +253,14 @@ def results(noisy, tiny):
 @pytest.mark.parametrize("scenario", ["one", "eight", "chunked", "prefix"])
 @pytest.mark.parametrize("name", ["noisy", "tiny", "itself"])
 def test_greedy_is_plain(results, name, scenario):
-    assert results(name).tokens[scenario] == plain().tokens[scenario]
+    assert results(name).tokens[scenario] == engines.results("plain").tokens[scenario]
 
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("name", ["noisy", "tiny", "itself"])
 def test_seeded_text_is_plains_token_for_token(results, name):
     tokens = results(name).tokens
-    assert tokens["seeded again"] == tokens["seeded"] == plain().tokens["seeded"]
+    assert tokens["seeded again"] == tokens["seeded"] == engines.results("plain").tokens["seeded"]
 
 
 @pytest.mark.e2e
@@ -279,13 +270,12 @@ def test_acceptance_is_what_the_models_make_it(results):
     assert tiny.drafts > 20 and tiny.accepted < 0.2 * tiny.drafts
     # Placeholders with which the scheduler pads cached prompts are drafts that vLLM counts and nobody made.
     assert itself.accepted >= 0.97 * itself.drafts
-    assert results("noisy").is_async and not results("tiny").is_async
 
 
 @pytest.mark.e2e
 def test_the_pocket_draft_model_with_its_dense_head_and_with_clusters():
     """The same text, and nearly as many drafts accepted."""
-    wanted, accepted = plain().tokens["eight"], {}
+    wanted, accepted = engines.plain(8), {}
     for method, keys in (("draft_model", {"tree": engines.CHAIN}), ("flashhead", {"head": str(CLUSTERS)})):
         drafter = {"method": method, "model": str(POCKET), "num_speculative_tokens": engines.K} | keys
         with engines.engine(drafter) as llm:
@@ -298,13 +288,6 @@ def test_the_pocket_draft_model_with_its_dense_head_and_with_clusters():
 
 
 # -- what an engine drafts, beside the model itself -------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def in_process():
-    """The tests reach into the worker."""
-    with mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
-        yield
 
 
 @functools.cache
@@ -322,6 +305,36 @@ def prompts():
     tokenizer = AutoTokenizer.from_pretrained(engines.TARGET)
     texts = [tokenizer.encode(text) for text in engines.prompts(8)]
     return [texts[0], list(itertools.chain(*texts[4:])), [17], texts[1], [5, 9], texts[2], texts[3]]
+
+
+COME_AND_GO = (40, 40, 6, 6)
+"""Lengths of the answers to two requests while two more come and go."""
+
+
+def ask(llm, texts, *lengths):
+    """Greedy answers of these lengths to prompts of token ids."""
+    from vllm import SamplingParams
+
+    parameters = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
+    outputs = llm.generate([{"prompt_token_ids": t} for t in texts], parameters, use_tqdm=False)
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+@functools.cache
+def plain():
+    """Prompts, and what the target alone answers to them, of three tests here and of those of trees."""
+    short = [prompts()[0][:60], prompts()[3][:70], [17]]
+    asked = {
+        "to the end": (short, [96 - len(text) for text in short]),
+        "preempted": ([(prompts()[0] * 3)[:40], (prompts()[3] * 3)[:41], (prompts()[5] * 3)[:42]], (60, 60, 60)),
+        "come and go": (prompts()[:4], COME_AND_GO),
+    }
+
+    def make():
+        with engines.engine(None, skip_tokenizer_init=True, enable_prefix_caching=False) as llm:
+            return {name: (texts, ask(llm, texts, *lengths)) for name, (texts, lengths) in asked.items()}
+
+    return engines.kept("plain for a draft model", make)
 
 
 @torch.inference_mode()
@@ -345,7 +358,7 @@ def proposer(llm):
 
 
 @pytest.fixture(scope="module")
-def llm(in_process, noisy):
+def llm(noisy):
     settings = {"skip_tokenizer_init": True, "enable_prefix_caching": False, "max_num_seqs": MAX_SEQS}
     with engines.engine(spec(noisy), **settings) as running:
         running.collective_rpc(recorder.start)
@@ -389,7 +402,7 @@ def test_shifted_positions_would_be_seen(llm, noisy):
         inputs.prepare_rows(*step, **arguments)
         arguments["out"].positions[1::2] += 1
 
-    with mock.patch("vllm_crossspec.engine.proposers.draft_model.prepare_rows", shifted):
+    with mock.patch("vllm_crossspec.drafters.draft_model.proposer.prepare_rows", shifted):
         equal, total = drafted(llm, noisy)
     assert equal < 0.9 * total
 
@@ -422,12 +435,10 @@ def test_a_round_is_as_many_forwards_as_drafts(llm):
 
 
 @pytest.mark.e2e
-def test_the_end_of_the_models_positions(in_process, noisy):
+def test_the_end_of_the_models_positions(noisy):
     """Up to the longest text that is allowed, where drafts would be beyond it; and that text is plain's."""
     settings = {"skip_tokenizer_init": True, "enable_prefix_caching": False, "max_model_len": 96}
-    texts = [prompts()[0][:60], prompts()[3][:70], [17]]
-    with engines.engine(None, **settings) as llm:
-        wanted = engines.generate(llm, [{"prompt_token_ids": t} for t in texts], max_tokens=96, ignore_eos=True)
+    texts, wanted = plain()["to the end"]
     with engines.engine(spec(noisy), **settings) as llm:
         llm.collective_rpc(recorder.start)
         traces = recorder.trace(llm, texts, 96)
@@ -439,12 +450,10 @@ def test_the_end_of_the_models_positions(in_process, noisy):
 
 
 @pytest.mark.e2e
-def test_preempted_requests_are_drafted_for_again(in_process, noisy):
+def test_preempted_requests_are_drafted_for_again(noisy):
     """Too few blocks for all: some requests lose theirs, are computed anew, and find the drafter's entries again."""
     settings = {"skip_tokenizer_init": True, "enable_prefix_caching": False, "max_model_len": 128, "block_size": 32}
-    texts = [(prompts()[0] * 3)[:40], (prompts()[3] * 3)[:41], (prompts()[5] * 3)[:42]]
-    with engines.engine(None, **settings) as llm:
-        wanted = engines.generate(llm, [{"prompt_token_ids": t} for t in texts], max_tokens=60, ignore_eos=True)
+    texts, wanted = plain()["preempted"]
     with engines.engine(spec(noisy), num_gpu_blocks_override=9, **settings) as llm:
         llm.collective_rpc(recorder.start)
         traces = recorder.trace(llm, texts, 60)
@@ -456,7 +465,7 @@ def test_preempted_requests_are_drafted_for_again(in_process, noisy):
 
 
 @pytest.mark.e2e
-def test_cached_prompts_have_the_drafters_entries_too(in_process, noisy):
+def test_cached_prompts_have_the_drafters_entries_too(noisy):
     """A second turn finds the first one's prompt and answer in the cache; drafts are still the model's."""
     with engines.engine(spec(noisy), skip_tokenizer_init=True, block_size=32) as llm:
         llm.collective_rpc(recorder.start)
@@ -471,27 +480,16 @@ def test_cached_prompts_have_the_drafters_entries_too(in_process, noisy):
 
 
 @pytest.mark.e2e
-def test_a_schedule_that_drops_to_nothing_and_returns(in_process, noisy):
+def test_a_schedule_that_drops_to_nothing_and_returns(noisy):
     """From three requests on nothing is drafted, but the drafter's cache is kept for when fewer run."""
     tree = {"type": "chain", "by_batch_size": {"1": DRAFTS, "3": 0}}
     settings = {"skip_tokenizer_init": True, "enable_prefix_caching": False}
-    texts = [{"prompt_token_ids": p} for p in prompts()[:4]]
-
-    def run(llm):
-        """Two requests of which two more come and go."""
-        from vllm import SamplingParams
-
-        lengths = (40, 40, 6, 6)
-        parameters = [SamplingParams(temperature=0.0, max_tokens=n, ignore_eos=True) for n in lengths]
-        return [list(o.outputs[0].token_ids) for o in llm.generate(texts, parameters, use_tqdm=False)]
-
-    with engines.engine(None, **settings) as llm:
-        wanted = run(llm)
+    texts, wanted = plain()["come and go"]
     with engines.engine(spec(noisy, tree=tree), **settings) as llm:
         llm.collective_rpc(recorder.start)
-        assert run(llm) == wanted
+        assert ask(llm, texts, *COME_AND_GO) == wanted
         rounds = llm.collective_rpc(recorder.take)[0]
-    traces = lined_up(rounds, [p["prompt_token_ids"] for p in texts], wanted)
+    traces = lined_up(rounds, texts, wanted)
     widths = {request: [d[0] >= 0 for _, d in trace.drafts.items()] for request, trace in enumerate(traces)}
     assert False in widths[0] and True in widths[0] and widths[0][-1], "drafts stopped and came back"
     equal, total = equal_rounds(model_of(noisy), traces)
@@ -555,7 +553,7 @@ def test_the_target_drafts_for_itself_without_a_miss(itself, sampling):
 
 
 @pytest.fixture(scope="module")
-def itself(in_process):
+def itself():
     with counting(spec(engines.TARGET)) as running:
         running.collective_rpc(count_target_forwards)
         yield running
@@ -563,7 +561,7 @@ def itself(in_process):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("drafter", ["eagle3", "noisy"])
-def test_a_round_costs_the_target_one_forward(in_process, noisy, drafter):
+def test_a_round_costs_the_target_one_forward(noisy, drafter):
     """Deferred verification (Ma and Wang 2026, section 3.6.2): none to finish a round, its last token waits."""
     specs = {"eagle3": engines.ours("eagle3", engines.EAGLE3), "noisy": spec(noisy)}
     num_drafts = specs[drafter]["num_speculative_tokens"]
@@ -577,7 +575,7 @@ def test_a_round_costs_the_target_one_forward(in_process, noisy, drafter):
 
 
 @pytest.mark.e2e
-def test_the_rejection_sampler_verifies_its_drafts_too(in_process):
+def test_the_rejection_sampler_verifies_its_drafts_too():
     """vLLM's own sampler, with the draft model's distributions kept for it."""
     texts = [{"prompt_token_ids": prompts()[0]}]
     with counting(None) as llm:

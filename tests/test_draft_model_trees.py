@@ -1,7 +1,6 @@
 """Trees of a draft model of its own: plain's text, and in every round the tree that the model makes of it."""
 
 import contextlib
-import functools
 import itertools
 from typing import NamedTuple
 from unittest import mock
@@ -9,12 +8,12 @@ from unittest import mock
 import engines
 import pytest
 import torch
-from test_draft_model import CLUSTERS, POCKET, model_of, noisy, prompts  # noqa: F401
+from test_draft_model import CLUSTERS, COME_AND_GO, POCKET, model_of, noisy, plain, prompts  # noqa: F401
 from test_heterospec_engine import calibration_file
 
-from vllm_crossspec.engine.proposers.draft_model_tree import DraftModelTreeProposer
-from vllm_crossspec.tree import naive
-from vllm_crossspec.tree.base import tree_kind
+from vllm_crossspec.drafters.draft_model.tree_proposer import DraftModelTreeProposer
+from vllm_crossspec.kinds.tree import tree_kind
+from vllm_crossspec.trees.builders import naive
 from vllm_crossspec.types import TokenTree
 
 pytestmark = pytest.mark.e2e
@@ -32,38 +31,31 @@ def spec(folder, **keys):
 # -- texts ------------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
-def plain():
-    return engines.run_scenarios(None)
-
-
 @pytest.fixture(scope="module")
 def results(noisy):  # noqa: F811
-    with engines.async_scheduling_on_cpu():
-        return engines.run_scenarios(spec(noisy), async_scheduling=True)
+    return engines.run_scenarios(spec(noisy), is_async=True)
 
 
 @pytest.mark.parametrize("scenario", ["one", "eight", "chunked", "prefix", "seeded", "seeded again"])
 def test_text_is_plains(results, scenario):
-    assert results.is_async
-    assert results.tokens[scenario] == plain().tokens["seeded" if "seeded" in scenario else scenario]
+    assert results.tokens[scenario] == engines.results("plain").tokens["seeded" if "seeded" in scenario else scenario]
 
 
-@pytest.mark.parametrize("sampling", [{}, {"temperature": 1.0, "seed": 3}], ids=["greedy", "sampled"])
-def test_the_target_drafts_for_itself_without_a_miss(sampling):
+def test_the_target_drafts_for_itself_without_a_miss():
     """Every level of every round has the target's own choice, which for sampled requests is a matter of its noise."""
     texts, rounds = [{"prompt_token_ids": prompts()[0]}], 5
     one_branch = spec(
         engines.TARGET, tree={"type": "dynamic", "depth": TREE["depth"], "top_k": 1, "num_nodes": 4} | ALL
     )
     with engines.engine(one_branch, async_scheduling=False, **SETTINGS) as llm:
-        engines.generate(llm, texts, max_tokens=1 + rounds * (TREE["depth"] + 1), ignore_eos=True, **sampling)
-        counts = engines.counts(llm)
-    assert (counts.drafts, counts.accepted) == (rounds, rounds * TREE["depth"])
+        for times, sampling in ((1, {}), (2, {"temperature": 1.0, "seed": 3})):
+            engines.generate(llm, texts, max_tokens=1 + rounds * (TREE["depth"] + 1), ignore_eos=True, **sampling)
+            counts = engines.counts(llm)
+            assert (counts.drafts, counts.accepted) == (times * rounds, times * rounds * TREE["depth"])
 
 
 def test_a_tree_of_the_pocket_draft_model_brings_more_than_its_chain_dense_and_by_clusters():
-    wanted, accepted = plain().tokens["eight"], {}
+    wanted, accepted = engines.plain(8), {}
     chain = {"tree": {"type": "chain"}, "num_speculative_tokens": TREE["depth"]}
     for name, keys in (("chain", chain), ("tree", {}), ("clusters", {"method": "flashhead", "head": str(CLUSTERS)})):
         with engines.engine(spec(POCKET, **keys)) as llm:
@@ -77,9 +69,9 @@ def test_a_tree_of_the_pocket_draft_model_brings_more_than_its_chain_dense_and_b
 def test_sizes_by_request_and_round(tmp_path):
     """HeteroSpec's bins: some trees grow on beyond their depth, and the text is plain's."""
     tree = {"depth": 3, "top_k": 4, "num_nodes": 20}
-    adaptive = {"model": calibration_file(tmp_path, (0.5, 1.6, 2.4), tree, POCKET)}
+    adaptive, wanted = {"model": calibration_file(tmp_path, (0.5, 1.6, 2.4), tree, POCKET)}, engines.plain(8)
     with engines.engine(spec(POCKET, tree=tree, adaptive=adaptive)) as llm:
-        assert engines.generate(llm, engines.prompts(8)) == plain().tokens["eight"]
+        assert engines.generate(llm, engines.prompts(8)) == wanted
         sized = llm.collective_rpc("crossspec_adaptive")[0]["draft_model"]
         counts = engines.counts(llm)
     assert sum(n > 0 for n in sized["trees"]) > 1, sized
@@ -269,11 +261,8 @@ def test_a_round_is_as_many_forwards_as_levels(llm):
 
 
 def test_the_end_of_the_models_positions(noisy):  # noqa: F811
-    settings = SETTINGS | {"max_model_len": 96}
-    texts = [prompts()[0][:60], prompts()[3][:70], [17]]
-    with engines.engine(None, **settings) as llm:
-        wanted = engines.generate(llm, [{"prompt_token_ids": t} for t in texts], max_tokens=96, ignore_eos=True)
-    with engines.engine(spec(noisy), **settings) as llm:
+    texts, wanted = plain()["to the end"]
+    with engines.engine(spec(noisy), **SETTINGS | {"max_model_len": 96}) as llm:
         traces = traced(llm, texts, 96)
     assert [tokens[len(t) :] for (tokens, _), t in zip(traces, texts, strict=True)] == wanted
     early = [(tokens, [r for r in rounds if r.known + TREE["depth"] <= 96]) for tokens, rounds in traces]
@@ -283,9 +272,7 @@ def test_the_end_of_the_models_positions(noisy):  # noqa: F811
 
 def test_preempted_requests_are_drafted_for_again(noisy):  # noqa: F811
     settings = SETTINGS | {"max_model_len": 128, "block_size": 32}
-    texts = [(prompts()[0] * 3)[:40], (prompts()[3] * 3)[:41], (prompts()[5] * 3)[:42]]
-    with engines.engine(None, **settings) as llm:
-        wanted = engines.generate(llm, [{"prompt_token_ids": t} for t in texts], max_tokens=60, ignore_eos=True)
+    texts, wanted = plain()["preempted"]
     with engines.engine(spec(noisy), num_gpu_blocks_override=9, **settings) as llm:
         traces = traced(llm, texts, 60)
         preempted = next(m.value for m in llm.get_metrics() if m.name == "vllm:num_preemptions")
@@ -308,14 +295,11 @@ def test_cached_prompts_have_the_drafters_entries_too(noisy):  # noqa: F811
 
 def test_a_schedule_that_drops_to_nothing_and_returns(noisy):  # noqa: F811
     """From three requests on nothing is drafted, but the drafter's cache is kept for when fewer run."""
-    texts, lengths = prompts()[:4], (40, 40, 6, 6)
+    texts, wanted = plain()["come and go"]
     tree = TREE | {"by_batch_size": {"1": TREE["num_nodes"], "3": 0}}
-    with engines.engine(None, **SETTINGS) as llm:
-        wanted = [engines.generate(llm, [{"prompt_token_ids": t}], max_tokens=40, ignore_eos=True)[0] for t in texts]
     with engines.engine(spec(noisy, tree=tree), **SETTINGS) as llm:
-        traces = traced(llm, texts, *lengths)
-    answers = [tokens[len(text) :] for (tokens, _), text in zip(traces, texts, strict=True)]
-    assert answers == [answer[:n] for answer, n in zip(wanted, lengths, strict=True)]
+        traces = traced(llm, texts, *COME_AND_GO)
+    assert [tokens[len(text) :] for (tokens, _), text in zip(traces, texts, strict=True)] == wanted
     steps = [b.known - a.known for _, rounds in traces[:2] for a, b in itertools.pairwise(rounds)]
     assert max(steps) > TREE["depth"] + 1, "drafts stopped and came back"
     equal, total = equal_trees(noisy, traces, every=1)

@@ -1,81 +1,77 @@
-"""Attention in float32 for GPUs, against a loop over requests and rows; on whatever device there is."""
+"""Attention in float32 for GPUs, against one softmax by definition; on whatever device there is."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
+from attention_batches import FORMS, PLAIN, SCALE, Request, Shape, make_batch, masked_softmax, name
+from steps import DEVICE
 
-from vllm_crossspec.engine.attention.exact import exact_attention
-from vllm_crossspec.verify.tail_attention import Softmax
+from vllm_crossspec.trees.attention.float32 import exact_attention
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-HEADS, KV_HEADS, HEAD, BLOCK = 6, 2, 16, 16
-
-
-def ragged_batch(query_lens: list[int], lengths: list[int], padding: int = 0) -> dict[str, torch.Tensor]:
-    """A batch over a cache whose unused slots hold NaN, and block tables whose unused entries are out of range."""
-    random = torch.Generator().manual_seed(7)
-    blocks_of = [-(-n // BLOCK) for n in lengths]
-    cache = torch.full((sum(blocks_of) + 2, BLOCK, KV_HEADS, 2 * HEAD), float("nan"))
-    table = torch.full((len(lengths), max(blocks_of, default=0) + 1), 10_000, dtype=torch.int32)
-    free = (torch.randperm(sum(blocks_of), generator=random) + 1).tolist()
-    for r, (count, length) in enumerate(zip(blocks_of, lengths, strict=True)):
-        for b in range(count):
-            table[r, b] = block = free.pop()
-            used = min(BLOCK, length - b * BLOCK)
-            cache[block, :used] = torch.randn(used, KV_HEADS, 2 * HEAD, generator=random)
-    keys, values = cache.to(DEVICE).split(HEAD, dim=-1)
-    rows = sum(query_lens)
-    return {
-        "query": torch.randn(rows + padding, HEADS, HEAD, generator=random).to(DEVICE),
-        "keys": keys,
-        "values": values,
-        "out": torch.full((rows + padding, HEADS, HEAD), float("nan"), device=DEVICE),
-        "query_start_loc": torch.tensor([0, *query_lens]).cumsum(0).int().to(DEVICE),
-        "lengths": torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
-        "block_table": table.to(DEVICE),
-    }
-
-
-RAGGED = {"decode": ([1, 1, 1], [5, 40, 16]), "mixed": ([9, 1, 4], [9, 33, 20]), "prompt": ([7], [7])}
+SHAPE = Shape(6, 2, 32, torch.float32)
+RAGGED = {"decode": ([1, 1, 1], [5, 40, 16]), "mixed": ([8, 1, 20], [68, 34, 20]), "prompt": ([7], [7])}
 NO_KEYS = ([61, 61], [0, 70])
 """Of a causal request every row has a key at least: its own."""
 
 
+def run(query, cache, batch, lengths, form, causal):
+    """Output and log-sum-exp of a batch whose last rows may belong to nobody."""
+    out, most = torch.full_like(query, torch.nan), int(batch.query_start_loc.diff().max())
+    return out, exact_attention(query, cache, out, batch, lengths, most, form, causal)
+
+
+@pytest.mark.parametrize("form", [PLAIN, *FORMS[1:]], ids=name)
 @pytest.mark.parametrize(
     ("query_lens", "lengths", "causal"),
     [
-        *(
-            pytest.param(*sizes, causal, id=f"{name}-{causal}")
-            for name, sizes in RAGGED.items()
-            for causal in (False, True)
-        ),
+        *(pytest.param(*sizes, causal, id=f"{n}-{causal}") for n, sizes in RAGGED.items() for causal in (False, True)),
         pytest.param(*NO_KEYS, False, id="empty-False"),
     ],
 )
-def test_every_row_attends_to_its_keys(query_lens, lengths, causal):
-    batch = ragged_batch(query_lens, lengths)
-    sizes = {"max_query_len": max(query_lens), "max_length": max(lengths) + 3, "softmax": Softmax(0.3)}
-    lse = exact_attention(**batch, **sizes, causal=causal)
-    first = 0
-    for r, (count, length) in enumerate(zip(query_lens, lengths, strict=True)):
-        blocks = batch["block_table"][r, : -(-length // BLOCK)].long()
-        keys, values = (batch[n][blocks].flatten(0, 1)[:length].double() for n in ("keys", "values"))
-        for i in range(count):
-            seen = length - count + i + 1 if causal else length
-            for head in range(HEADS):
-                kv = head // (HEADS // KV_HEADS)
-                scores = keys[:seen, kv] @ batch["query"][first + i, head].double() * 0.3
-                expected = scores.softmax(0) @ values[:seen, kv]
-                torch.testing.assert_close(batch["out"][first + i, head].double(), expected, atol=2e-6, rtol=1e-5)
-                torch.testing.assert_close(lse[head, first + i].double(), scores.logsumexp(0), atol=2e-6, rtol=1e-6)
-        first += count
+def test_every_row_attends_to_its_keys(query_lens, lengths, causal, form):
+    """Unused slots of the cache hold NaN, and unused entries of block tables are out of range."""
+    sizes = zip(query_lens, lengths, strict=True)
+    requests = [Request(length - count, count, None) if length else Request(0, count, None) for count, length in sizes]
+    batch = make_batch(SHAPE, requests, seed=11)
+    table = batch.block_table.clone()
+    for line, length in zip(table, lengths, strict=True):
+        line[-(-length // 32) :] = 10_000
+    metadata = SimpleNamespace(
+        query_start_loc=batch.query_start_loc.to(DEVICE), block_table=table.to(DEVICE), max_seq_len=max(lengths) + 3
+    )
+    on_device = form._replace(sinks=None if form.sinks is None else form.sinks.to(DEVICE))
+    counts = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    out, lse = run(batch.query.to(DEVICE), batch.cache.to(DEVICE), metadata, counts, on_device, causal)
+    for index, (first, last, length) in enumerate(
+        zip(batch.query_start_loc.tolist(), batch.query_start_loc[1:].tolist(), lengths, strict=False)
+    ):
+        away = torch.arange(length - (last - first), length)[:, None] - torch.arange(length)
+        mask = (away >= 0) if causal else torch.ones_like(away, dtype=torch.bool)
+        if form.window:
+            mask &= away.abs() < form.window
+        query, content = batch.query[first:last], batch.dense[index][:length]
+        whole = masked_softmax(query, content, mask, form)
+        torch.testing.assert_close(out[first:last].cpu().double(), whole.nan_to_num(), atol=2e-6, rtol=1e-5)
+        if form == PLAIN:
+            keys = content[:, 0].double().repeat_interleave(3, 1)
+            scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * SCALE
+            wanted = scores.masked_fill(~mask, -torch.inf).logsumexp(-1)
+            torch.testing.assert_close(lse[:, first:last].cpu().double(), wanted, atol=2e-6, rtol=1e-6)
+    assert lse.isfinite().all() or 0 in lengths
 
 
 def test_the_padding_of_a_graph_is_harmless():
     """Requests of no rows and no keys at the end of the batch, and rows that belong to nobody."""
-    batch, alone = ragged_batch([3, 3, 0, 0], [20, 9, 0, 0], padding=6), ragged_batch([3, 3], [20, 9])
-    for given in (batch, alone):
-        exact_attention(**given, max_query_len=3, max_length=64, softmax=Softmax(1.0), causal=True)
-    again = dict(alone, query=batch["query"][:6].clone(), keys=batch["keys"], values=batch["values"])
-    again["block_table"] = batch["block_table"][:2]
-    exact_attention(**again, max_query_len=3, max_length=64, softmax=Softmax(1.0), causal=True)
-    assert torch.equal(batch["out"][:6], again["out"])
+    batch = make_batch(SHAPE, [Request(17, 3, None), Request(6, 3, None)], seed=7)
+    pad = torch.nn.functional.pad
+    cache, table = batch.cache.to(DEVICE), batch.block_table.to(DEVICE)
+    starts, lengths = batch.query_start_loc.to(DEVICE), batch.seq_lens.to(DEVICE)
+    query = batch.query.to(DEVICE)
+    alone = SimpleNamespace(query_start_loc=starts, block_table=table, max_seq_len=64)
+    padded = SimpleNamespace(
+        query_start_loc=torch.cat([starts, starts[-1:].repeat(2)]), block_table=pad(table, (0, 0, 0, 2)), max_seq_len=64
+    )
+    whole, _ = run(query, cache, alone, lengths, PLAIN, True)
+    found, _ = run(pad(query, (0, 0, 0, 0, 0, 6)), cache, padded, pad(lengths, (0, 2)), PLAIN, True)
+    assert torch.equal(found[:6], whole)

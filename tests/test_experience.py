@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_crossspec.router.base import Router, RouterSettings
-from vllm_crossspec.router.costs import RoundCosts
-from vllm_crossspec.router.drift import Drift, RoundTimer, TimedRound
-from vllm_crossspec.router.experience import (
+from vllm_crossspec.load.costs import Drift, RoundCosts, RoundTimer, TimedRound
+from vllm_crossspec.routing.base import Router, RouterSettings
+from vllm_crossspec.routing.experience import (
     EARLY_EVERY,
     EARLY_TURNS,
     PROBE_EVERY,
@@ -19,7 +18,7 @@ from vllm_crossspec.router.experience import (
     drafter_sets,
     probe_of,
 )
-from vllm_crossspec.router.naive import Learned, Round, route_by_experience
+from vllm_crossspec.routing.naive import Learned, Round, route_by_experience
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SLOTS = 200
@@ -98,10 +97,12 @@ def test_kernels_against_plain_numbers(num_reqs, num_drafters):
             assert previous[slots[row]] == found[row]
             awaited = learned.of_all(found[row], forecasts[row][found[row]], entropy[row])
             last[slots[row]] = entropy[row], *awaited
-    own = experience.known.own.cpu()
-    for slot, known in learned.own.items():
+    own = experience.known.per_request.cpu()
+    for slot, known in learned.per_request.items():
         torch.testing.assert_close(own[slot], torch.tensor(known), rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(experience.known.every.cpu(), torch.tensor(learned.every), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(
+        experience.known.all_requests.cpu(), torch.tensor(learned.all_requests), rtol=1e-5, atol=1e-4
+    )
     assert differing <= total / 10, "float32 decides near ties otherwise"
 
 
@@ -115,9 +116,9 @@ def logits_of(nats):
 def run(worth, seconds, num_rounds=300, num_reqs=4, explores=True, forecasts=None, entropy=None, seed=0):
     """Route requests whose rounds bring what ``worth(request, drafter, round)`` says; the routes of each round."""
     num_drafters = len(seconds[0])
-    tried = None if explores else ()
+    explored = None if explores else ()
     priors = (3.0,) * num_drafters
-    settings = RouterSettings("goodput", tuple("abcdef"[:num_drafters]), priors=priors, tried=tried)
+    settings = RouterSettings("goodput", tuple("abcdef"[:num_drafters]), priors=priors, explored=explored)
     router = Router(settings, hidden_size=8, vocab_size=128, max_num_reqs=SLOTS, dtype=torch.float32, device=DEVICE)
     router.set_costs(RoundCosts((num_reqs,), (tuple(seconds[0]),), (tuple(seconds[1]),), ((0.0,) * num_drafters,)))
     generator, routes = random.Random(seed), torch.zeros(SLOTS, dtype=torch.int32, device=DEVICE)
@@ -265,7 +266,7 @@ def test_a_switch_counts_by_what_was_taken_in(missed, switches):
 
 def test_a_router_goes_by_costs_as_they_have_become():
     """Drafter 1 turns out to take six times as long as was measured: drafter 0 takes its place."""
-    settings = RouterSettings("goodput", ("a", "b"), priors=(3.0, 3.0), tried=())
+    settings = RouterSettings("goodput", ("a", "b"), priors=(3.0, 3.0), explored=())
     router = Router(settings, hidden_size=8, vocab_size=8, max_num_reqs=4, dtype=torch.float32, device=DEVICE)
     router.set_costs(RoundCosts((1,), ((0.2, 0.1),), ((0.2, 0.1),), ((0.0, 0.0),)))
     routes, states = ints([0]), torch.zeros(1, 8, device=DEVICE)
@@ -285,6 +286,25 @@ def test_a_router_goes_by_costs_as_they_have_become():
     given = RouterSettings("goodput", ("a", "b"), costs=router.costs)
     fixed = Router(given, hidden_size=8, vocab_size=8, max_num_reqs=4, dtype=torch.float32, device=DEVICE)
     assert fixed.drift is None, "costs that were given stay"
+
+
+def test_costs_on_their_way_to_the_device_are_not_written_over(monkeypatch):
+    """The host goes on while a copy is under way."""
+    settings = RouterSettings("goodput", ("a", "b"), priors=(3.0, 3.0), explored=())
+    router = Router(settings, hidden_size=8, vocab_size=8, max_num_reqs=4, dtype=torch.float32, device=DEVICE)
+    router.set_costs(RoundCosts((1,), ((0.2, 0.1),), ((0.2, 0.1),), ((0.0, 0.0),)))
+    sources, copy = [], torch.Tensor.copy_
+
+    def seen(self, source, **options):
+        sources.append(source)
+        return copy(self, source, **options)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", seen)
+    router.follow_drift()
+    before = sources[0].clone()
+    router.drift.observe(TimedRound(1, 1, switches=0.0, seconds=0.6))
+    router.follow_drift()
+    assert torch.equal(sources[0], before) and not torch.equal(sources[1], before)
 
 
 def test_a_forecast_counts_when_it_is_made_and_as_far_as_it_came_true():
@@ -321,4 +341,4 @@ def test_a_new_request_starts_from_what_all_have_shown():
     experience.release(torch.tensor([0], device=DEVICE))
     previous[0] = -1
     experience.decide(*known, ints([0]), ints([1]), previous, routes)
-    assert routes.tolist() == [1] and not experience.known.own[0].any()
+    assert routes.tolist() == [1] and not experience.known.per_request[0].any()

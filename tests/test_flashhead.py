@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from hopper import compile_in_subprocess
 from steps import DEVICE, POISON, poisoned
 
-from vllm_crossspec.engine.noise import add_candidate_noise
-from vllm_crossspec.heads.flashhead import kernels, naive
-from vllm_crossspec.heads.flashhead.assets import Assets
-from vllm_crossspec.heads.flashhead.head import FlashHead, Noise, Shard
+from vllm_crossspec.drafting.flashhead import kernels, naive
+from vllm_crossspec.drafting.flashhead.assets import Assets
+from vllm_crossspec.drafting.flashhead.head import FlashHead, Noise, Shard
+from vllm_crossspec.drafting.noise import NoiseKeys, add_candidate_noise
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-4}
 SHAPES = [
@@ -108,7 +108,7 @@ def test_best_and_best_few_are_the_twins(shape):
     hidden, weight, assets = make(shape)
     num_probes, k = assets.num_probes, 6
     clusters = probed_clusters(hidden, assets, num_probes)
-    expected = naive.top_tokens(hidden.cpu(), weight.cpu(), assets.members, assets.special_token_ids, clusters, k)
+    expected = naive.top_tokens(hidden.cpu(), weight.cpu(), assets, clusters, k)
     for head in heads(weight, assets, max_rows=len(hidden) + 3, top_k=k):
         assert torch.equal(head.best_token(hidden).cpu(), expected[0][:, 0])
         found = head.top_tokens(hidden)
@@ -122,7 +122,7 @@ def test_candidates_of_several_chunks():
     hidden, weight, assets = make(shape)
     assert assets.num_probes * 100 > 2 * kernels.CHUNK
     clusters = probed_clusters(hidden, assets, assets.num_probes)
-    expected = naive.top_tokens(hidden.cpu(), weight.cpu(), assets.members, assets.special_token_ids, clusters, 12)
+    expected = naive.top_tokens(hidden.cpu(), weight.cpu(), assets, clusters, 12)
     for head in heads(weight, assets, max_rows=2, top_k=12):
         found = head.top_tokens(hidden)
         assert torch.equal(found.tokens.cpu(), expected[0])
@@ -162,15 +162,10 @@ def ranks(weight, assets, bounds, **settings):
 def test_tensor_parallel_ranks_find_what_one_head_finds(shape, uses_kernels):
     hidden, weight, assets = make(shape)
     size, k = len(weight), min(6, len(weight))
-    keys = {
-        "idx_mapping": torch.arange(len(hidden), device=DEVICE),
-        "positions": torch.arange(len(hidden), device=DEVICE) + 40,
-        "temperature": torch.linspace(0.0, 1.5, len(hidden), device=DEVICE),  # the first is greedy, has no noise
-        "seeds": torch.arange(len(hidden), device=DEVICE) + 7,
-        "use_fp64": False,
-        "offsets": None,
-    }
-    coupled = Noise(functools.partial(add_candidate_noise, sharpness=1.0, **keys), lambda *_: None)
+    slots = torch.arange(len(hidden), device=DEVICE)
+    temperature = torch.linspace(0.0, 1.5, len(hidden), device=DEVICE)  # the first is greedy, has no noise
+    keys = NoiseKeys(slots, slots + 40, temperature, slots + 7)
+    coupled = Noise(functools.partial(add_candidate_noise, keys), lambda *_: None)
     settings = {"max_rows": len(hidden) + 2, "top_k": k, "use_kernels": uses_kernels, "is_coupled": True}
     whole = FlashHead(weight, assets, **settings)
     for bounds in ((0, size), (0, size // 2, size), (0, 1, size // 3, size)):
@@ -307,9 +302,9 @@ COMPILE_FOR_HOPPER = """
 from hopper import compile_only
 compiled = compile_only()
 import torch
-from vllm_crossspec.heads.flashhead import kernels
-from vllm_crossspec.heads.flashhead.assets import Assets
-from vllm_crossspec.heads.flashhead.head import FlashHead, Noise, Shard
+from vllm_crossspec.drafting.flashhead import kernels
+from vllm_crossspec.drafting.flashhead.assets import Assets
+from vllm_crossspec.drafting.flashhead.head import FlashHead, Noise, Shard
 
 def check(dtype, rows, size, num_clusters, special, grouped, top_k, centroids=None):
     members = torch.arange(num_clusters * size).view(num_clusters, size)

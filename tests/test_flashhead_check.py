@@ -8,13 +8,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_flashhead_files import POCKET, call, embedding, made, published
 
-from vllm_crossspec.config import DrafterConfig
-from vllm_crossspec.heads.flashhead.assets import read_assets, save_assets
-from vllm_crossspec.heads.flashhead.check import FINGERPRINT, check_fingerprint, check_head, fingerprint
-from vllm_crossspec.heads.flashhead.embedding import read_output_embedding, read_target_ids
+from crossspec_tools.flashhead.files import read_output_embedding, read_target_ids, save_assets
+from vllm_crossspec.config.schema import DrafterConfig
+from vllm_crossspec.drafting.flashhead.assets import read_assets
+from vllm_crossspec.drafting.flashhead.check import FINGERPRINT, check_fingerprint, check_head, fingerprint
+from vllm_crossspec.kinds.checkpoint import read_config
 from vllm_crossspec.types import DrafterFacts
 
 FACTS = DrafterFacts(256, 4096, 3072, (2, 4, 5), None, 5, None)
+RECALL = ("--out", "x", "--recall", 0.9)
 SHIPPED, EAGLE3, TARGET = POCKET / "flashhead-eagle3", POCKET / "eagle3", POCKET / "target"
 
 
@@ -25,7 +27,7 @@ def drafter(folder=EAGLE3, tree=None, **head):
 
 
 def check(config, facts=FACTS):
-    check_head(config, facts, "speculative_config.head")
+    check_head(config, read_config(config.model, "speculative_config.head"), facts, "speculative_config.head")
 
 
 def copy_of_eagle3(folder, change=None, **config):
@@ -151,30 +153,15 @@ def test_the_command_builds_for_a_drafter(tmp_path, kind):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (("build", EAGLE3, "--out", "x", "--recall", 0.9), "drafts from a target's states; name that target"),
-        (("build", TARGET, "--out", "x", "--recall", 0.9, "--target", TARGET), "is a language model of its own"),
+        (("build", EAGLE3, *RECALL), "drafts from a target's states; name that target"),
+        (("build", TARGET, *RECALL, "--target", TARGET), "is a language model of its own"),
         (("build", POCKET / "dflash", "--out", "x"), "uses its target's: give the target's folder"),
-        (
-            (
-                "build",
-                POCKET / "confu",
-                "--out",
-                "x",
-                "--recall",
-                0.9,
-                "--target",
-                POCKET / "draft-model",
-                "--iterations",
-                1,
-            ),
-            "MODEL: this drafter has soft prompts for 8 layers, but",
-        ),
-        (
-            ("build", POCKET / "dart", "--out", "x", "--recall", 0.9, "--target", TARGET, "--iterations", 1),
-            "is a dart drafter, whose states cannot be had here; leave out --recall and choose --probes",
-        ),
+        (("build", POCKET / "confu", *RECALL, "--target", POCKET / "draft-model", "--iterations", 1),
+         "MODEL: this drafter has soft prompts for 8 layers, but"),
+        (("build", POCKET / "dart", *RECALL, "--target", TARGET, "--iterations", 1),
+         "is a dart drafter, whose states cannot be had here; leave out --recall and choose --probes"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_built_is_one_sentence(tmp_path, monkeypatch, arguments, sentence):
     monkeypatch.chdir(tmp_path)
     refused = call(*arguments, "--device", "cpu")

@@ -8,15 +8,14 @@ import pytest
 import sabotage
 import torch
 
-from vllm_crossspec.heads.flashhead.assets import Assets, group, save_assets
-from vllm_crossspec.heads.flashhead.build import cluster
-from vllm_crossspec.heads.flashhead.embedding import read_output_embedding
+from crossspec_tools.flashhead.build import cluster
+from crossspec_tools.flashhead.files import read_output_embedding, save_assets
+from vllm_crossspec.drafting.flashhead.assets import Assets, group
 
 pytestmark = pytest.mark.e2e
 
 SHIPPED = engines.POCKET / "flashhead-eagle3"
-"""Made by the command that docs/methods/flashhead.md states, with as many probes as it found."""
-SETTINGS = {"max_num_batched_tokens": 512, "enable_prefix_caching": False}
+"""Made by the command that docs/results/flashhead.md states, with as many probes as it found."""
 SEEDED = {"temperature": 0.8, "seed": 7}
 SPECS = {
     "eagle3": engines.ours("eagle3", engines.EAGLE3) | {"head": str(SHIPPED)},
@@ -61,13 +60,12 @@ def run(llm, how=sabotage.mend, count=8, max_tokens=16):
 @pytest.fixture(scope="module")
 def plain():
     """The target alone: greedy text of all 24 prompts, seeded text of half of them."""
-    with engines.engine(None, **SETTINGS) as llm:
-        return run(llm, count=24, max_tokens=40)
+    return engines.plain(24), engines.plain(12, **SEEDED)
 
 
 def expected(plain, count=8, max_tokens=16):
     """What :func:`run` must give: the first tokens of plain's longer texts."""
-    return [[tokens[:max_tokens] for tokens in part] for part in (plain.greedy[:count], plain.seeded[: count // 2])]
+    return [[tokens[:max_tokens] for tokens in part] for part in (plain[0][:count], plain[1][: count // 2])]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +88,7 @@ def started(name, made, **head):
         spec["head"] = {"model": str(made[SHARED[name]])}
     if head:
         spec["head"] = {"model": spec["head"] if isinstance(spec["head"], str) else spec["head"]["model"], **head}
-    with engines.engine(spec, **SETTINGS) as llm:
+    with engines.engine(spec, **engines.LARGE_STEPS) as llm:
         yield llm
 
 
@@ -201,8 +199,8 @@ def read_comparison(worker):
 
 def describe_target(worker):
     """What of a FlashHead hangs on the target; and the head must be over the drafter's embedding, not a changed one."""
-    from vllm_crossspec.engine.heads import DraftHead
-    from vllm_crossspec.heads.flashhead.head import FlashHead
+    from vllm_crossspec.drafting.flashhead.head import FlashHead
+    from vllm_crossspec.drafting.heads import DraftHead
 
     runner = worker.model_runner
     target, proposers = runner.model, runner.speculator.proposers

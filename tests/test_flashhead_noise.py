@@ -11,10 +11,11 @@ from hopper import compile_in_subprocess
 from steps import DEVICE, POISON
 from test_flashhead import make, probed_clusters
 
-from vllm_crossspec.engine import noise
-from vllm_crossspec.engine.heads import DenseHead, NoiseKeys, RetrievalHead
-from vllm_crossspec.heads.flashhead import kernels, naive
-from vllm_crossspec.heads.flashhead.head import NARROW, FlashHead
+from vllm_crossspec.drafting import noise
+from vllm_crossspec.drafting.flashhead import kernels, naive
+from vllm_crossspec.drafting.flashhead.head import NARROW, FlashHead
+from vllm_crossspec.drafting.heads import DenseHead, RetrievalHead
+from vllm_crossspec.drafting.noise import NoiseKeys
 
 SHAPES = [
     # rows, hidden size, clusters, tokens of a cluster, probes, special tokens
@@ -76,7 +77,7 @@ def test_wherever_the_winner_is_a_candidate_it_wins(reduced):
     hidden, weight, assets = make(shape, seed=2)
     offsets, keys = offsets_for(len(weight), reduced), keys_for(20)
     retrieval, dense = heads(weight, assets, offsets)
-    noisy = noise.add_target_noise(hidden @ weight.t(), offsets=offsets, **keys._asdict())
+    noisy = noise.add_target_noise(keys._replace(offsets=offsets), hidden @ weight.t())
     clusters = probed_clusters(hidden, assets, assets.num_probes)
     best = [
         max(naive.candidates(row, assets.members, assets.special_token_ids), key=lambda token: float(line[token]))
@@ -123,13 +124,12 @@ def test_noise_of_clusters_is_its_twins(shape, reduced, use_fp64):
     scores = torch.randn(rows + 1, len(members), device=DEVICE)
     lengths = torch.rand(len(members), device=DEVICE) + 0.5
     for rows_per_entry in (1, 5):
-        keys = keys_for(rows, rows_per_entry, use_fp64)._asdict()
-        del keys["sharpness"]
+        keys = keys_for(rows, rows_per_entry, use_fp64)._replace(offsets=offsets)
         found, expected = scores.clone(), scores[:rows].clone()
-        noise.add_cluster_noise(found[:rows], lengths, members, True, offsets=offsets, **keys)
-        noise.add_cluster_noise(expected, lengths, members, False, offsets=offsets, **keys)
+        noise.add_cluster_noise(keys, found[:rows], lengths, members, True)
+        noise.add_cluster_noise(keys, expected, lengths, members, False)
         torch.testing.assert_close(found[:rows], expected, rtol=1e-5, atol=1e-5)
-        untouched = (keys["idx_mapping"] < 1).repeat_interleave(rows_per_entry)
+        untouched = (keys.idx_mapping < 1).repeat_interleave(rows_per_entry)
         assert torch.equal(found[:rows][untouched], scores[:rows][untouched]) and torch.equal(found[rows], scores[rows])
         assert not torch.isclose(found[:rows][~untouched], scores[:rows][~untouched]).any()
 
@@ -141,7 +141,7 @@ def test_the_best_candidate_of_the_drawn_clusters_wins(reduced):
     assets = assets._replace(centroids=assets.centroids * torch.linspace(0.2, 3, 30)[:, None])
     offsets, keys = offsets_for(len(weight), reduced), keys_for(20)
     (by_kernels, by_operations), _ = heads(weight, assets, offsets, draws=True)
-    noisy = noise.add_target_noise(hidden @ weight.t(), offsets=offsets, **keys._asdict())
+    noisy = noise.add_target_noise(keys._replace(offsets=offsets), hidden @ weight.t())
     ids = torch.arange(len(weight), device=DEVICE)
     keyed = noise.gumbel_noise_naive(
         keys.seeds[keys.idx_mapping], keys.positions, ids if offsets is None else ids + offsets
@@ -170,10 +170,9 @@ def test_clusters_are_drawn_from_the_softmax_of_the_stored_centroids():
     lengths = torch.linspace(0.5, 2.0, 6)
     scores = (stored / lengths).repeat(rows, 1)
     members = torch.randperm(4096, generator=torch.Generator().manual_seed(0))[: 6 * 16].view(6, 16)
-    noise.add_cluster_noise(
-        scores, lengths, members, False, offsets=None, idx_mapping=torch.zeros(rows, dtype=torch.int32),
-        positions=torch.arange(rows), temperature=torch.tensor([temperature]), seeds=torch.tensor([11]),
-    )  # fmt: skip
+    slots, seeds = torch.zeros(rows, dtype=torch.int32), torch.tensor([11])
+    keys = NoiseKeys(slots, torch.arange(rows), torch.tensor([temperature]), seeds)
+    noise.add_cluster_noise(keys, scores, lengths, members, False)
     first, second = scores.topk(2, dim=1).indices.unbind(dim=1)
     p = (stored / temperature).softmax(dim=0)
     pairs = p[:, None] * p[None, :] / (1 - p[:, None])
@@ -244,23 +243,22 @@ COMPILE_FOR_HOPPER = """
 from hopper import compile_only
 compiled = compile_only()
 import torch
-from vllm_crossspec.engine import noise
-from vllm_crossspec.heads.flashhead import kernels
+from vllm_crossspec.drafting import noise
+from vllm_crossspec.drafting.flashhead import kernels
 
-def check(rows, candidates, index, use_fp64, offsets):
+def keys_of(rows, index, use_fp64, offsets):
+    positions, seeds = torch.zeros(rows, dtype=torch.int64), torch.ones(4, dtype=torch.int64)
+    slots = torch.zeros(rows, dtype=index)
+    return noise.NoiseKeys(slots, positions, torch.ones(4), seeds, use_fp64, offsets=offsets)
+
+def check(rows, candidates, *keys):
     packed = torch.zeros(rows, -(-candidates // kernels.SLOTS), dtype=torch.int64)
-    noise.add_candidate_noise(
-        torch.zeros(rows, candidates), torch.zeros(rows, candidates, dtype=torch.int32), packed, offsets=offsets,
-        idx_mapping=torch.zeros(rows, dtype=index), positions=torch.zeros(rows, dtype=torch.int64),
-        temperature=torch.ones(4), seeds=torch.ones(4, dtype=torch.int64), use_fp64=use_fp64,
-    )
+    tokens = torch.zeros(rows, candidates, dtype=torch.int32)
+    noise.add_candidate_noise(keys_of(rows, *keys), torch.zeros(rows, candidates), tokens, packed)
 
-def draw(rows, size, index, use_fp64, offsets):
-    noise.add_cluster_noise(
-        torch.zeros(rows, 300), torch.ones(300), torch.zeros(300, size, dtype=torch.int32), True, offsets=offsets,
-        idx_mapping=torch.zeros(rows, dtype=index), positions=torch.zeros(rows, dtype=torch.int64),
-        temperature=torch.ones(4), seeds=torch.ones(4, dtype=torch.int64), use_fp64=use_fp64,
-    )
+def draw(rows, size, *keys):
+    members = torch.zeros(300, size, dtype=torch.int32)
+    noise.add_cluster_noise(keys_of(rows, *keys), torch.zeros(rows, 300), torch.ones(300), members, True)
 
 check(1, 9488, torch.int32, False, None)
 check(3, 4099, torch.int64, True, torch.zeros(32000, dtype=torch.int64))

@@ -39,8 +39,7 @@ def run(method, folder, is_ours=True):
 
 @pytest.fixture(scope="module")
 def plain_tokens():
-    with engines.engine(None) as llm:
-        return engines.generate(llm, engines.prompts(6), max_tokens=32)
+    return engines.plain(6, 32)
 
 
 @pytest.mark.parametrize(

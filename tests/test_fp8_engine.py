@@ -18,14 +18,14 @@ import pytest
 import sabotage
 import target_kinds
 import torch
+from crossspec_cpu_lane.vllm.attention import TreeCpuImpl
 from safetensors.torch import load_file, save_file
-from vllm.platforms import current_platform
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend
 
 from vllm_crossspec import devices
-from vllm_crossspec.engine.attention import base
-from vllm_crossspec.engine.attention.cpu import TreeCpuImpl
-from vllm_crossspec.engine.frontend import refuse
+from vllm_crossspec.frontend import refuse
+from vllm_crossspec.platform import Platform
+from vllm_crossspec.trees.attention import base
 
 pytestmark = [
     pytest.mark.e2e,
@@ -257,7 +257,7 @@ def test_fp8_scheme_of_a_checkpoint_is_refused_as_the_users_setting_is(tmp_path)
 )
 def test_fp8_caches_on_a_gpu(dtype, reads, words, monkeypatch):
     """FlashAttention 3 reads fp8_e4m3 on Hopper; others, and what other backends read, are refused."""
-    monkeypatch.setattr(current_platform, "is_cpu", lambda: False)
+    monkeypatch.setattr(refuse, "platform", Platform)
     monkeypatch.setattr(FlashAttentionBackend, "supports_kv_cache_dtype", classmethod(lambda cls, dtype: reads))
     cache = SimpleNamespace(cache_dtype="fp8", kv_cache_dtype_skip_layers=[])
     config = SimpleNamespace(

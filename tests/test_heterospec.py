@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from vllm_crossspec.adaptive import naive
-from vllm_crossspec.adaptive.heterospec import AdaptivePolicy, Reading, default_alpha, make_policy
-from vllm_crossspec.adaptive.kernels import assess
-from vllm_crossspec.adaptive.sizer import TreeSizer
+from vllm_crossspec.config.schema import AdaptivePolicy
+from vllm_crossspec.heterospec import naive
+from vllm_crossspec.heterospec.heterospec import Reading, default_alpha, make_policy
+from vllm_crossspec.heterospec.kernels import assess
+from vllm_crossspec.heterospec.sizer import TreeSizer
 from vllm_crossspec.metrics.adaptive import TreeSizeCounters
 from vllm_crossspec.metrics.export import Publisher
-from vllm_crossspec.tree import torch_ops
-from vllm_crossspec.tree.dynamic import DynamicTree
+from vllm_crossspec.trees.builders.dynamic import DynamicTree
 from vllm_crossspec.types import Sizing, TokenTree
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -28,7 +28,6 @@ SHAPES = [
     (2, 8, 10, 60),
     (4, 3, 4, 64),
 ]
-BUILDERS = {"kernels": DynamicTree, "torch_ops": torch_ops.DynamicTree}
 
 
 def children(seed, *shape, impossible=0.0):
@@ -57,8 +56,8 @@ def poisoned(rows, width):
     )
 
 
-def builder(kind, reqs, depth, k, nodes):
-    return BUILDERS[kind](num_nodes=nodes, depth=depth, top_k=k, max_num_reqs=reqs + 2, device=DEVICE)
+def builder(reqs, depth, k, nodes):
+    return DynamicTree(num_nodes=nodes, depth=depth, top_k=k, max_num_reqs=reqs + 2, device=DEVICE)
 
 
 def grow(tree, levels, first=1):
@@ -105,10 +104,9 @@ def spread_policy(depth, nodes, phi):
 
 
 @pytest.mark.parametrize("impossible", [0.0, 0.4])
-@pytest.mark.parametrize("kind", BUILDERS)
 @pytest.mark.parametrize(("reqs", "depth", "k", "nodes"), SHAPES)
-def test_kernel_equals_naive(reqs, depth, k, nodes, kind, impossible):
-    tree = builder(kind, reqs, depth, k, nodes)
+def test_kernel_equals_naive(reqs, depth, k, nodes, impossible):
+    tree = builder(reqs, depth, k, nodes)
     grow(tree, levels_of(reqs + depth, reqs, depth, k, impossible))
     flat = AdaptivePolicy((), (0,), (nodes,))
     first = run(naive.assess, tree, depth, flat, reqs)
@@ -122,12 +120,11 @@ def test_kernel_equals_naive(reqs, depth, k, nodes, kind, impossible):
     assert torch.equal(out.limits, expected.limits) and torch.equal(out.caps, expected.caps)
 
 
-@pytest.mark.parametrize("kind", BUILDERS)
 @pytest.mark.parametrize("seed", range(4))
-def test_phi_is_the_papers_sum_over_the_best_path(seed, kind):
+def test_phi_is_the_papers_sum_over_the_best_path(seed):
     """Equation 1 by hand: every path of the beam, the one whose last step is surest, -sum p ln p at each step."""
     reqs, depth, k = 3, 4, 3
-    tree, levels = builder(kind, reqs, depth, k, 12), levels_of(100 * seed, reqs, depth, k)
+    tree, levels = builder(reqs, depth, k, 12), levels_of(100 * seed, reqs, depth, k)
     grow(tree, levels)
     grown = tree.grown()
     out = run(assess, tree, depth, AdaptivePolicy((), (0,), (12,)), reqs)
@@ -152,7 +149,7 @@ def test_bins():
     policy = AdaptivePolicy((1.0, 2.0), (3, 1, 0), (5, 7, 20))
     assert [policy.bin_of(x) for x in (0.0, 1.0, 1.5, 2.0, 2.5, NAN, math.inf)] == [0, 0, 1, 1, 2, 2, 2]
     # Two equal children: ln 2 nats whatever they are worth.
-    tree = builder("kernels", 1, 1, 2, 2)
+    tree = builder(1, 1, 2, 2)
     for value, expected in ((math.log(2) - 0.01, 1), (math.log(2) + 0.01, 0)):
         tree.start(torch.full((1, 2), -3.0, device=DEVICE), torch.zeros(1, 2, dtype=torch.int64, device=DEVICE))
         out = run(assess, tree, 1, policy._replace(thresholds=(value, 5.0)), 1)
@@ -163,7 +160,7 @@ def test_bins():
 def test_a_tree_without_a_path_is_in_the_last_bin():
     levels = levels_of(3, 2, 3, 2)
     levels[2][0][0] = NEVER
-    tree = builder("kernels", 2, 3, 2, 6)
+    tree = builder(2, 3, 2, 6)
     grow(tree, levels)
     for function in (assess, naive.assess):
         out = run(function, tree, 3, AdaptivePolicy((1e9,), (2, 0), (3, 6)), 2)
@@ -195,13 +192,12 @@ def paths(tree, row):
     return found[1:]
 
 
-@pytest.mark.parametrize("kind", BUILDERS)
 @pytest.mark.parametrize("shape", [(4, 2, 3, 3, 20), (3, 8, 4, 10, 60), (2, 1, 1, 2, 5)])
-def test_depth_and_width_by_request(shape, kind):
+def test_depth_and_width_by_request(shape):
     """Grown on after an interruption, each request to its own depth and width, against brute force."""
     reqs, base, extra, k, nodes = shape
     levels = levels_of(7 * reqs, reqs, base + extra, k)
-    tree, out = builder(kind, reqs, base + extra, k, nodes), poisoned(reqs + 1, nodes + 2)
+    tree, out = builder(reqs, base + extra, k, nodes), poisoned(reqs + 1, nodes + 2)
     grow(tree, levels[:base])
     beam = tree.resume(reqs, base)
     assert beam.tokens.shape == (reqs, k) and (beam.log_probs > NEVER).all()
@@ -233,7 +229,7 @@ def test_without_limits_the_last_level_would_be_drafted():
         log_probs[..., 0], log_probs[..., 1:] = -0.01, -9.0
     deepest = {}
     for limit in (2, 4):
-        tree, out = builder("kernels", 1, 4, 2, 6), poisoned(1, 6)
+        tree, out = builder(1, 4, 2, 6), poisoned(1, 6)
         tree.limits.fill_(limit)
         grow(tree, levels)
         tree.finish(out)
@@ -288,7 +284,7 @@ class Recorded:
 
 def test_counters_and_their_export():
     policy = make_policy(thresholds=[1, 2, 3], num_nodes=20, alpha=2)
-    counters = TreeSizeCounters(policy)
+    counters = TreeSizeCounters(len(policy.widths))
 
     def count(*bins):
         chosen = np.array(bins)
@@ -319,7 +315,7 @@ def test_counters_and_their_export():
 
 
 def test_the_sizer_says_what_the_kernel_wrote():
-    tree = builder("kernels", 2, 2, 3, 9)
+    tree = builder(2, 2, 3, 9)
     grow(tree, levels_of(4, 2, 2, 3))
     phi = run(naive.assess, tree, 2, AdaptivePolicy((), (0,), (9,)), 2).phi[:2]
     policy = AdaptivePolicy((float(phi.mean()),), (2, 0), (4, 9))

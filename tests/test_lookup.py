@@ -3,15 +3,17 @@
 import math
 import random
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 
-from vllm_crossspec.lookup.corpus import Corpus, places_in_order
-from vllm_crossspec.lookup.kernels import NO_TOKEN, Matches, Texts, corpus_matches, own_matches
-from vllm_crossspec.lookup.naive import Match, corpus_matches_naive, match_tree_naive, own_matches_naive
-from vllm_crossspec.lookup.trees import match_tree
+from vllm_crossspec.drafters.lookup import corpus as corpus_module
+from vllm_crossspec.drafters.lookup.corpus import Corpus, places_in_order
+from vllm_crossspec.drafters.lookup.kernels import NO_TOKEN, Matches, Texts, corpus_matches, own_matches
+from vllm_crossspec.drafters.lookup.naive import Match, corpus_matches_naive, match_tree_naive, own_matches_naive
+from vllm_crossspec.drafters.lookup.trees import match_tree
 from vllm_crossspec.types import TokenTree
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -199,3 +201,40 @@ def test_whoever_adds_never_waits_and_a_failing_one_is_survived(caplog):
     corpus.settle()
     assert corpus.version.tokens.tolist() == [0, 1, 2, 3, 4, NO_TOKEN] and "were not taken in" in caplog.text
     corpus.close()
+
+
+def test_a_device_without_room_for_a_version_is_survived(monkeypatch, caplog):
+    makes, has_room = Corpus._make_version, False
+
+    def make(self):
+        if not has_room:
+            raise torch.OutOfMemoryError("none left")
+        makes(self)
+
+    monkeypatch.setattr(Corpus, "_make_version", make)
+    monkeypatch.setattr(corpus_module, "GROWTH", 0)  # every version comes after a rest
+    corpus = Corpus(1000, 8, torch.device("cpu"))
+    corpus.add(lambda: [np.arange(5, dtype=np.int32)])
+    corpus.settle()
+    for _ in range(1000):  # the thread says so a moment later
+        if "none left" in caplog.text:
+            break
+        time.sleep(0.01)
+    assert corpus.version is None and "none left" in caplog.text
+    has_room = True
+    corpus.add(lambda: [np.arange(3, dtype=np.int32)])
+    corpus.settle()
+    assert corpus.version.tokens.tolist() == [0, 1, 2, 3, 4, NO_TOKEN, 0, 1, 2, NO_TOKEN]
+    corpus.close()
+
+
+def test_the_thread_has_a_stream_of_its_own(monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        corpus_module, "thread_stream", lambda device: asked.append((threading.current_thread().name, device))
+    )
+    corpus = Corpus(100, 8, torch.device("cpu"))
+    corpus.add(lambda: [np.arange(5, dtype=np.int32)])
+    corpus.settle()
+    corpus.close()
+    assert asked == [("crossspec-corpus", torch.device("cpu"))]

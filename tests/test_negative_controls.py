@@ -9,27 +9,18 @@ pytestmark = pytest.mark.e2e
 
 @pytest.fixture(scope="module")
 def plain_tokens():
-    with engines.engine(None) as llm:
-        return engines.generate(llm, engines.prompts(6), max_tokens=32)
+    return engines.plain(6, 32)
 
 
 @pytest.fixture(scope="module")
 def llm(plain_tokens):
-    # After the plain engine: vLLM's counters are those of the newest engine of a process.
     # Without a prefix cache: what a broken run left there must not reach the next one.
     with engines.engine(engines.ours("dflash", engines.DFLASH), enable_prefix_caching=False) as running:
         yield running
 
 
 def run_broken(llm, how):
-    llm.collective_rpc(how)
-    before = engines.counts(llm)
-    try:
-        tokens = engines.generate(llm, engines.prompts(6), max_tokens=32)
-    finally:
-        llm.collective_rpc(sabotage.mend)
-    after = engines.counts(llm)
-    return tokens, (after.accepted - before.accepted) / (after.drafts - before.drafts)
+    return engines.run_broken(llm, how, lambda llm: engines.generate(llm, engines.prompts(6), max_tokens=32))
 
 
 def whole(llm):

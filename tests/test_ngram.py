@@ -13,14 +13,14 @@ from hopper import compile_in_subprocess
 from ngram_counts import count, expected, random_tokens
 from safetensors.torch import load_file, save_file
 
-from vllm_crossspec.ngram import lookup
-from vllm_crossspec.ngram import store as stores
-from vllm_crossspec.ngram.build import build, make_plan
-from vllm_crossspec.ngram.kernels import look_up_level
-from vllm_crossspec.ngram.levels import create_file
-from vllm_crossspec.ngram.lookup import FLOOR, look_up, look_up_in_torch
-from vllm_crossspec.ngram.naive import look_up_level_naive
-from vllm_crossspec.ngram.store import check_contents, open_store, place
+from crossspec_tools.ngram.build import build, make_plan
+from crossspec_tools.ngram.check import check_contents
+from crossspec_tools.ngram.levels import create_file
+from crossspec_tools.ngram.lookup import look_up
+from vllm_crossspec.ngram_store import store as stores
+from vllm_crossspec.ngram_store.kernels import look_up_level
+from vllm_crossspec.ngram_store.naive import look_up_level_naive
+from vllm_crossspec.ngram_store.store import FLOOR, open_store, place
 
 VOCAB_SIZE = 40
 ROUNDING = 2e-5  # float32, at 23 nats
@@ -62,9 +62,6 @@ def test_a_store_answers_as_a_dictionary(tmp_path, order, seed):
     contexts, candidates = questions(ids, order, seed)
     for backoff in (None, 0.4):
         log_probs, matched = look_up(store, contexts, candidates, backoff=backoff)
-        plain = look_up_in_torch(store, contexts, candidates, backoff, FLOOR)
-        assert torch.equal(matched, plain.matched)
-        torch.testing.assert_close(log_probs, plain.log_probs, rtol=0, atol=ROUNDING)
         for i, context in enumerate(contexts.tolist()):
             for j, candidate in enumerate(candidates[i].tolist()):
                 log_prob, length = expected(counts, context, candidate, backoff)
@@ -207,23 +204,7 @@ def test_offsets_that_lead_astray_stay_inside(tmp_path):
         out = torch.full((1, *candidates.shape), math.nan)
         look_up_level(broken, contexts[None], candidates[None], out)
         look_up(broken, contexts, candidates)
-        look_up_in_torch(broken, contexts, candidates, None, FLOOR)
         assert not out.isnan().any()
-
-
-def test_without_numba(tmp_path, monkeypatch):
-    ids = random_tokens(6)
-    store = open_store(make_store(tmp_path, ids, 3))
-    contexts, candidates = questions(ids, 3, 6)
-    assert lookup._compiled() is not None  # it comes with vLLM
-    wanted = look_up(store, contexts, candidates)
-    monkeypatch.setitem(sys.modules, "vllm_crossspec.ngram.compiled", None)
-    lookup._compiled.cache_clear()
-    assert lookup._compiled() is None
-    plain = look_up(store, contexts, candidates)
-    lookup._compiled.cache_clear()
-    assert torch.equal(plain.matched, wanted.matched)
-    torch.testing.assert_close(plain.log_probs, wanted.log_probs, rtol=0, atol=ROUNDING)
 
 
 @pytest.mark.slow
@@ -235,9 +216,9 @@ from hopper import compile_only
 compiled = compile_only()
 import torch
 from pathlib import Path
-from vllm_crossspec.ngram.kernels import look_up_level
-from vllm_crossspec.ngram.levels import create_file
-from vllm_crossspec.ngram.store import open_store
+from vllm_crossspec.ngram_store.kernels import look_up_level
+from crossspec_tools.ngram.levels import create_file
+from vllm_crossspec.ngram_store.store import open_store
 for order in (2, 3, 4):
     store = open_store(Path({str(path)!r}), order=order)
     for backoff in (None, 0.4):
@@ -393,10 +374,10 @@ def test_a_copy_that_does_not_fit_stays_on_the_host(small, monkeypatch):
         host = place(store, "gpu", gpu, budget_bytes=store.header.num_bytes - 1)
     assert torch.equal(host.codes, store.codes)
 
-    def no_room(store, device):
+    def no_room(tensor, device):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(stores, "_copy", no_room)
+    monkeypatch.setattr(torch.Tensor, "to", no_room)
     with pytest.warns(UserWarning, match="stays in host memory: cuda:0 has no room for"):
         place(store, "gpu", gpu, budget_bytes=store.header.num_bytes)
     with pytest.warns(UserWarning, match="stays in host memory: there is no GPU"):

@@ -9,9 +9,9 @@ from vllm import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
-from vllm_crossspec.config import ADDITIONAL_CONFIG_KEY
-from vllm_crossspec.config_parsing import parse
-from vllm_crossspec.engine.scheduler import with_opting_out
+from vllm_crossspec.config.parse import parse
+from vllm_crossspec.config.schema import carried
+from vllm_crossspec.hooks.scheduler import with_opting_out
 
 OFF = {"extra_args": {"crossspec": "off"}}
 
@@ -47,7 +47,7 @@ def config(has_graphs=False, ours=True, **changes):
     settings = parse({"method": "eagle3", "model": "m", "tree": {"type": "chain"}, **changes}, ())
     return SimpleNamespace(
         speculative_config=None,
-        additional_config={ADDITIONAL_CONFIG_KEY: settings.model_dump(mode="json")} if ours else {},
+        additional_config=carried(settings) if ours else {},
         compilation_config=SimpleNamespace(cudagraph_mode=SimpleNamespace(has_full_cudagraphs=lambda: has_graphs)),
     )
 
@@ -101,13 +101,10 @@ def counting_rows(scheduler, rows):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize("is_async", [True, False], ids=["async", "sync"])
-def test_in_an_engine(is_async, monkeypatch):
+def test_in_an_engine(is_async):
     """Alone, in company, and in the company that a full CUDA graph would make it keep up with."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     spec, nodes = engines.tree("eagle3", engines.EAGLE3, num_nodes=12), 12
-    settings = {"distributed_executor_backend": "uni", "enable_prefix_caching": False, "async_scheduling": is_async}
-    schedules = engines.async_scheduling_on_cpu if is_async else contextlib.nullcontext
-    with schedules(), engines.engine(spec, **settings) as llm:
+    with engines.engine(spec, enable_prefix_caching=False, async_scheduling=is_async) as llm:
         scheduler, prompts = llm.llm_engine.engine_core.engine_core.scheduler, engines.prompts(2)
 
         def drafted():

@@ -8,8 +8,8 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from vllm_crossspec.engine.features.adaptive import cut_drafts
-from vllm_crossspec.engine.graphs.query_lens import QueryLenGraphs, captured_query_len
+from vllm_crossspec.graphs.query_lens import QueryLenGraphs, captured_query_len
+from vllm_crossspec.heterospec.feature import cut_drafts
 
 
 def planned(**drafted):

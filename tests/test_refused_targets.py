@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vllm_crossspec.engine.frontend.refuse import check_target
+from vllm_crossspec.frontend.refuse import check_target
 
 FACTS = {"model": "m", "is_hybrid": False, "is_attention_free": False, "use_mla": False, "uses_mrope": False}
 

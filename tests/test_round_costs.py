@@ -10,9 +10,8 @@ import pytest
 import torch
 from test_whiflash import spec
 
-from vllm_crossspec.engine.startup import round_costs
-from vllm_crossspec.engine.startup import step_costs as load
-from vllm_crossspec.router.base import RouterSettings
+from vllm_crossspec.load import measure as load
+from vllm_crossspec.routing.base import RouterSettings
 
 
 def runner(ranges=None, max_num_reqs=64, max_num_tokens=8192, drafter_rows=1):
@@ -31,30 +30,30 @@ def runner(ranges=None, max_num_reqs=64, max_num_tokens=8192, drafter_rows=1):
 
 
 def test_sizes_are_powers_of_two_up_to_many_rows():
-    assert round_costs.batch_sizes(runner(), None) == {1: 60, 2: 60, 4: 60, 8: 60, 16: 60}  # 17 * 61 > 1024
-    assert round_costs.batch_sizes(runner(max_num_reqs=6), None) == {1: 60, 2: 60, 4: 60}
-    assert round_costs.batch_sizes(runner(max_num_tokens=70), None) == {1: 60}
-    assert round_costs.batch_sizes(runner(max_num_tokens=60), None) == {}
+    assert load.round_sizes(runner(), None) == {1: 60, 2: 60, 4: 60, 8: 60, 16: 60}  # 17 * 61 > 1024
+    assert load.round_sizes(runner(max_num_reqs=6), None) == {1: 60, 2: 60, 4: 60}
+    assert load.round_sizes(runner(max_num_tokens=70), None) == {1: 60}
+    assert load.round_sizes(runner(max_num_tokens=60), None) == {}
 
 
 def test_no_step_is_measured_that_a_block_drafters_own_rows_do_not_fit():
     narrow = [(1, 1 << 20, 3)]
-    assert max(round_costs.batch_sizes(runner(narrow, max_num_tokens=128), None)) == 32
-    assert max(round_costs.batch_sizes(runner(narrow, max_num_tokens=128, drafter_rows=8), None)) == 16
-    assert max(load.batch_sizes(runner(max_num_tokens=128), 3)) == 32
-    assert max(load.batch_sizes(runner(max_num_tokens=128, drafter_rows=8), 3)) == 16
-    assert max(load.batch_sizes(runner(max_num_tokens=128, drafter_rows=8), 0)) == 16
+    assert max(load.round_sizes(runner(narrow, max_num_tokens=128), None)) == 32
+    assert max(load.round_sizes(runner(narrow, max_num_tokens=128, drafter_rows=8), None)) == 16
+    assert max(load.step_sizes(runner(max_num_tokens=128), 3)) == 32
+    assert max(load.step_sizes(runner(max_num_tokens=128, drafter_rows=8), 3)) == 16
+    assert max(load.step_sizes(runner(max_num_tokens=128, drafter_rows=8), 0)) == 16
 
 
 def test_sizes_follow_the_schedule_and_end_where_nothing_is_drafted():
     ranges = [(1, 2, 60), (3, 9, 7), (10, 64, 0)]
-    assert round_costs.batch_sizes(runner(ranges), None) == {1: 60, 2: 60, 4: 7, 8: 7}
+    assert load.round_sizes(runner(ranges), None) == {1: 60, 2: 60, 4: 7, 8: 7}
 
 
 def test_sizes_follow_the_schedule_that_measured_steps_ask_for():
     step, many = load.Cost(0.01, 0.001), load.Cost(10.0, 0.001)
     costs = {60: {1: step, 8: step, 64: many}, 7: {1: step, 64: step}, 0: {1: step, 64: step}}
-    found = round_costs.batch_sizes(runner([(1, 64, 60)]), costs)
+    found = load.round_sizes(runner([(1, 64, 60)]), costs)
     ranges = load.schedule_of(costs, runner().vllm_config)
     assert found == {size: next(w for a, b, w in ranges if a <= size <= b) for size in (1, 2, 4, 8, 16, 32, 64)}
     assert found[1] == 60 and found[64] == 7
@@ -77,9 +76,9 @@ def test_a_machine_that_gets_slower_while_it_is_measured_gets_slower_for_all_dra
 
     group = SimpleNamespace(broadcast_object=lambda found, src: found)
     monkeypatch.setattr(load, "time_step", time_step)
-    monkeypatch.setattr(round_costs, "time_switch", lambda *arguments: 0.0)
-    monkeypatch.setattr(round_costs, "get_tp_group", lambda: group)
-    found = round_costs.measure(host)
+    monkeypatch.setattr(load, "time_switch", lambda *arguments: 0.0)
+    monkeypatch.setattr(load, "get_tp_group", lambda: group)
+    found = load.measure_rounds(host)
     assert timed.count(60) == timed.count(4) == timed.count(0) == 1 + load.REPEATS
     tree, chain, plain = found.round_seconds(0)
     assert (tree / plain, chain / plain) == pytest.approx((10.0, 1.6))
@@ -105,16 +104,15 @@ def test_a_round_costs_what_one_drafter_of_those_of_a_dummy_step_drafts_in(num_d
         ("neural", (0.5,), object(), False),
         ("entropy", None, object(), True),
         ("entropy", None, None, False),  # costs move no prior
-        ("fixed", None, None, False),
     ],
 )
 def test_who_wants_costs(policy, thresholds, checkpoint, wanted, monkeypatch):
     settings = RouterSettings(policy, ("eagle3", "dflash"), thresholds, checkpoint)
     config = SimpleNamespace(parallel_config=SimpleNamespace(data_parallel_size=1))
     host = SimpleNamespace(router=SimpleNamespace(settings=settings), vllm_config=config)
-    assert not round_costs.is_wanted(host), "nothing is timed where counts are to be the same from run to run"
+    assert not load.rounds_wanted(host), "nothing is timed where counts are to be the same from run to run"
     monkeypatch.delenv("CROSSSPEC_FIXED_WIDTHS")
-    assert round_costs.is_wanted(host) is wanted
+    assert load.rounds_wanted(host) is wanted
 
 
 def measured(worker):
@@ -125,9 +123,9 @@ def measured(worker):
     caches = [layers[name].kv_cache for name in names]
     before = [cache.clone() for cache in caches]
     assert all(cache.any() for cache in caches)
-    costs = round_costs.measure(worker.model_runner)
+    costs = load.measure_rounds(worker.model_runner)
     same = all(torch.equal(*pair) for pair in zip(before, caches, strict=True))
-    return costs, same, host._alone, drafting(worker.model_runner)
+    return costs, same, host.num_drafting, drafting(worker.model_runner)
 
 
 def drafting(runner):
@@ -156,11 +154,11 @@ def test_measuring_leaves_no_trace():
     ):
         prompts = engines.prompts(2)
         before = engines.generate(llm, prompts, max_tokens=12)
-        (costs, same, alone, drafted), *_ = llm.collective_rpc(measured)
+        (costs, same, num_drafting, drafted), *_ = llm.collective_rpc(measured)
         after = engines.generate(llm, prompts, max_tokens=12)
     assert costs.batch_sizes == (1, 2) and costs.num_drafters == 2
     assert all(seconds > 0 for table in (costs.draft, costs.verify, costs.switch) for row in table for seconds in row)
     assert costs.verify[0][0] != costs.verify[0][1], "chains of 4 and of 7"
     assert costs.draft[0][0] != costs.draft[0][1]
     assert drafted == [(["dflash", "eagle3"], 2), (["dflash"], 1)]
-    assert (same, alone, after) == (True, None, before)
+    assert (same, num_drafting, after) == (True, 2, before)

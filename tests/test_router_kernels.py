@@ -12,8 +12,8 @@ from hopper import compile_in_subprocess
 from routers import DTYPES, POISON, TOLERANCE, expected_routes, floats, poisoned, random_batch
 from steps import DEVICE, int32
 
-from vllm_crossspec.router import kernels, naive
-from vllm_crossspec.router.costs import ALWAYS
+from vllm_crossspec.routing import kernels, naive
+from vllm_crossspec.routing.thresholds import ALWAYS
 
 
 def random_rows(generator, num_rows, num_sources):
@@ -48,13 +48,12 @@ def measured_entropy(logits, rows, **scaling):
     return decide(kernels.ENTROPY, entropy_parts=parts, num_rows=num_rows).entropy
 
 
-def decide(policy, *, num_rows, num_drafters=2, fixed=0, num_blocks=1, mapping=None, **given):
+def decide(policy, *, num_rows, num_drafters=2, num_blocks=1, mapping=None, **given):
     """``kernels.decide`` into poisoned outputs; what is not given says nothing."""
     mapping = torch.arange(num_rows, dtype=torch.int32, device=DEVICE) if mapping is None else mapping
     others = num_drafters - 1
     rule = kernels.Rule(
         policy,
-        fixed,
         given.get("thresholds", floats([0] * others)).view(-1, others),
         given.get("costs", floats([[1] * num_drafters, [0] * num_drafters])),
         given.get("mean_lengths", floats([4] * num_drafters)),
@@ -213,7 +212,7 @@ def coarse_choices(seed, num_rows, num_drafters):
     return batch, parts.to(DEVICE), thresholds.to(DEVICE), costs.to(DEVICE)
 
 
-@pytest.mark.parametrize("policy", [kernels.FIXED, kernels.ENTROPY, kernels.NEURAL, kernels.GOODPUT])
+@pytest.mark.parametrize("policy", [kernels.ENTROPY, kernels.NEURAL, kernels.GOODPUT])
 @pytest.mark.parametrize("num_drafters", [2, 3, 4])
 def test_decisions_equal_naive(policy, num_drafters):
     ties = 0
@@ -229,7 +228,6 @@ def test_decisions_equal_naive(policy, num_drafters):
             policy,
             num_rows=num_rows,
             num_drafters=num_drafters,
-            fixed=1,
             entropy_parts=entropy,
             gain_parts=parts.flatten(),
             num_blocks=3,
@@ -245,7 +243,7 @@ def test_decisions_equal_naive(policy, num_drafters):
         decides = out.routes >= 0
         if policy == kernels.ENTROPY:
             assert torch.equal(out.entropy, torch.where(decides, halves, 0.0))
-        elif policy != kernels.FIXED:
+        else:
             assert torch.equal(out.gains, torch.where(decides[:, None], parts.sum(1), 0.0))
             ties += int((out.gains == thresholds).sum())
     assert policy != kernels.NEURAL or ties > 0
@@ -374,10 +372,9 @@ import hopper
 compiled = hopper.compile_only()
 import torch
 import routers as cases
-from vllm_crossspec.router.policies import KINDS
 
 for dtype in (torch.float32, torch.bfloat16):
-    for policy in KINDS:
+    for policy in cases.POLICIES:
         router = cases.Router(
             cases.RouterSettings(policy, cases.NAMES[-3:], checkpoint=cases.make_checkpoint(3, 4096)),
             hidden_size=4096, vocab_size=151936, max_num_reqs=256, dtype=dtype, device=torch.device("cpu"),

@@ -6,8 +6,12 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+import pytest
+
 import vllm_crossspec
-from vllm_crossspec.drafters.base import drafter_kind, drafter_kinds
+from vllm_crossspec import api
+from vllm_crossspec.kinds.drafter import drafter_kind, drafter_kinds
+from vllm_crossspec.kinds.registry import load
 
 PACKAGE = Path(vllm_crossspec.__file__).parent
 
@@ -20,11 +24,16 @@ def imports_of(file):
             yield node.module
 
 
-def test_only_the_engine_room_talks_to_vllm():
+WITHOUT_VLLM = ("cli", "config", "kinds", "metrics", "ngram_store", "catch_up/kernels.py", "catch_up/naive.py")
+"""Rooms that commands and settings are made of. Every file at the top of the package is one of them, too."""
+
+
+def test_settings_and_commands_do_without_vllm():
     offenders = [
         str(file.relative_to(PACKAGE))
         for file in PACKAGE.rglob("*.py")
-        if PACKAGE / "engine" not in file.parents and file.name != "model.py"
+        if file.relative_to(PACKAGE).as_posix().startswith(WITHOUT_VLLM)
+        or (file.parent == PACKAGE and file.name != "platform.py")  # whose methods are of engines
         if any(name.split(".")[0] == "vllm" for name in imports_of(file))
     ]
     assert offenders == []
@@ -34,12 +43,20 @@ def test_every_kind_of_drafter_can_be_looked_up():
     for name in drafter_kinds():
         kind = drafter_kind(name, "method")
         assert callable(import_module(kind.checkpoint).read_facts)
-        assert kind.load_proposer().__name__.endswith("Proposer")
+        assert load(kind.proposer).__name__.endswith("Proposer")
+
+
+def test_other_packages_find_every_name():
+    assert api.__all__ == sorted(api._MODULES, key=lambda name: (name.islower(), name))
+    assert all(getattr(api, name).__name__ == name for name in api.__all__)
+    with pytest.raises(AttributeError, match="'vllm_crossspec.api' has no attribute 'Drafterkind'"):
+        api.Drafterkind  # noqa: B018
 
 
 def test_reading_configurations_needs_no_vllm():
     """Mistakes are found before vLLM, which takes seconds to import, is loaded."""
-    code = "import sys, vllm_crossspec.config, vllm_crossspec.cli.app; sys.exit('vllm' in sys.modules)"
+    modules = ("api", "cli.app", "config.schema")
+    code = f"import sys, {', '.join(f'vllm_crossspec.{name}' for name in modules)}; sys.exit('vllm' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
 
 
@@ -53,3 +70,33 @@ def test_registering_twice_is_registering_once():
     register()
     assert EngineArgs.create_speculative_config is hooked
     assert not hasattr(hooked.__wrapped__, "__wrapped__")
+
+
+HOST_ONLY = {
+    "ray_relay.py": "reads prometheus_client's numbers",
+}
+"""Threads beside the one that decodes which touch no device."""
+
+
+def test_threads_beside_decoding_leave_graph_captures_alone():
+    """One that allocates on a GPU, copies or waits would end the capture of a second engine's graphs."""
+    makers = {
+        file.name: file.read_text()
+        for file in PACKAGE.rglob("*.py")
+        if "threading.Thread(" in file.read_text() and PACKAGE / "cli" not in file.parents
+    }
+    assert {name for name, text in makers.items() if "thread_stream(" not in text} == set(HOST_ONLY)
+    assert not any("torch.cuda.Stream(" in text for text in makers.values())
+
+
+def test_a_threads_stream_comes_with_relaxed_captures(monkeypatch):
+    import torch
+
+    from vllm_crossspec import devices
+
+    called = []
+    monkeypatch.setattr(devices, "leave_captures_alone", lambda: called.append("captures"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: called.append(device) or "stream")
+    assert devices.thread_stream(torch.device("cpu")) is None and not called
+    assert devices.thread_stream(torch.device("cuda", 1)) == "stream"
+    assert called == ["captures", torch.device("cuda", 1)]

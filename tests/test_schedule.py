@@ -2,15 +2,23 @@
 
 import itertools
 import random
+import re
 from types import SimpleNamespace
 from unittest import mock
 
 import engines
 import pytest
 
-from vllm_crossspec.config import ADDITIONAL_CONFIG_KEY
-from vllm_crossspec.config_parsing import parse
-from vllm_crossspec.tree.schedule import LiveSchedule, candidate_widths, choose_schedule, expected_tokens, to_ranges
+from vllm_crossspec.config.parse import parse
+from vllm_crossspec.config.schema import carried
+from vllm_crossspec.load.schedule import (
+    LiveSchedule,
+    candidate_widths,
+    choose_schedule,
+    expected_tokens,
+    to_ranges,
+    why_none,
+)
 
 WIDTHS = candidate_widths(60, 8)
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -22,9 +30,12 @@ def costs(seconds, max_rows=1 << 20):
     return {w: {n: seconds(n * (w + 1)) for n in BATCHES if n * (w + 1) <= max_rows or n == 1} for w in WIDTHS}
 
 
-def chosen(step, draft=lambda rows: 0.0, **options):
-    options = {"step_seconds": costs(step), **options}
-    return choose_schedule(draft_seconds=costs(draft), widths=WIDTHS, max_batch_size=MOST, **options)[1:]
+def chosen(step, draft=lambda rows: 0.0, steps=None, **options):
+    seconds = {
+        w: {n: s + (draft(n * (w + 1)) if w else 0.0) for n, s in row.items()}
+        for w, row in (steps or costs(step)).items()
+    }
+    return choose_schedule(seconds, MOST, **options)[1:]
 
 
 def waits_then_computes(rows):
@@ -36,7 +47,7 @@ def waits_then_computes(rows):
 
 
 def test_a_router_that_may_choose_not_to_draft_takes_the_schedules_place():
-    from vllm_crossspec.engine.frontend.schedule import resolve_schedules
+    from vllm_crossspec.frontend.resolve import resolve_schedules
 
     drafters = {"eagle3": {"model": "m", "tree": {"num_nodes": 9}}, "plain": {"type": "nothing"}}
     for policy, more, expected in (
@@ -50,7 +61,7 @@ def test_a_router_that_may_choose_not_to_draft_takes_the_schedules_place():
 
 
 def test_what_drafts_nothing_has_one_row_a_request():
-    from vllm_crossspec.engine.frontend.schedule import resolve_schedules
+    from vllm_crossspec.frontend.resolve import resolve_schedules
 
     drafters = {"eagle3": {"model": "m", "tree": {"num_nodes": 9}}, "plain": {"type": "nothing"}}
     config = parse({"method": "whiflash", "drafters": drafters, "router": {"drafter": "plain"}}, ()).without_idle()
@@ -82,7 +93,7 @@ def test_dear_drafts_are_not_made():
 
 
 def test_a_width_is_not_chosen_where_it_was_not_measured():
-    table = chosen(waits_then_computes, step_seconds=costs(lambda rows: 4e-3, max_rows=300))
+    table = chosen(waits_then_computes, steps=costs(lambda rows: 4e-3, max_rows=300))
     assert all(width == 0 or batch * (width + 1) <= 300 for batch, width in enumerate(table, start=1))
     assert table[-1] == 0
 
@@ -94,7 +105,7 @@ def test_noise_makes_no_schedule_rise_or_fall_for_good():
         assert table == sorted(table, reverse=True)
     once = costs(lambda rows: 4e-3)
     once[60][1] = 5.2e-3  # something else ran on the machine for a moment; a greedy choice would now stay below 60
-    assert chosen(waits_then_computes, step_seconds=once) == [60] * MOST
+    assert chosen(waits_then_computes, steps=once) == [60] * MOST
 
 
 def test_it_is_the_best_of_all_schedules_that_never_rise():
@@ -113,7 +124,7 @@ def test_it_is_the_best_of_all_schedules_that_never_rise():
             return product
 
         every = [t for t in itertools.product(widths, repeat=4) if list(t) == sorted(t, reverse=True)]
-        table = choose_schedule(step_seconds=step, draft_seconds=draft, widths=widths, max_batch_size=4)
+        table = choose_schedule({w: {n: step[w][n] + (draft[w][n] if w else 0.0) for n in sizes} for w in widths}, 4)
         assert value(table[1:]) == pytest.approx(max(map(value, every)))
 
 
@@ -152,9 +163,7 @@ def served(schedule, rounds, batch, seconds, tokens, seed=0):
 
 def live(measured, table=None):
     seconds = {w: {n: measured(w) for n in (1, 2, 4)} for w in WIDTHS}
-    nothing = {w: dict.fromkeys((1, 2, 4), 0.0) for w in WIDTHS}
-    chosen = choose_schedule(step_seconds=seconds, draft_seconds=nothing, widths=WIDTHS, max_batch_size=4)
-    return LiveSchedule(seconds, table or chosen)
+    return LiveSchedule(seconds, table or choose_schedule(seconds, 4))
 
 
 def waits(width):
@@ -202,7 +211,7 @@ def test_a_load_that_changes_is_followed():
 
 def test_without_looking_elsewhere_a_disturbed_start_up_would_stay(monkeypatch):
     """The control of the two tests above."""
-    monkeypatch.setattr("vllm_crossspec.tree.schedule.FIRST_INTERVAL", 1 << 30)
+    monkeypatch.setattr("vllm_crossspec.load.schedule.FIRST_INTERVAL", 1 << 30)
     schedule = live(lambda width: waits(width) * (4.0 if width else 1.0))
     assert served(schedule, 2000, 1, waits, expected_tokens)[1] == 0
 
@@ -225,14 +234,14 @@ def settings(**tree):
 
 
 def resolved(can_measure, **tree):
-    from vllm_crossspec.engine.frontend.schedule import resolve_schedules
+    from vllm_crossspec.frontend.resolve import resolve_schedules
 
     return resolve_schedules(settings(**tree), can_measure)
 
 
 @pytest.mark.parametrize("tree", [{}, {"by_batch_size": "auto"}])
 def test_a_tree_is_measured_where_that_is_possible(tree):
-    from vllm_crossspec.engine.vllm_api.speculative import draft_schedule
+    from vllm_crossspec.vllm_api.speculative import draft_schedule
 
     measured = resolved(True, **tree)
     assert measured.measures_load
@@ -242,7 +251,7 @@ def test_a_tree_is_measured_where_that_is_possible(tree):
 
 
 def test_a_schedule_of_the_users_own_wins():
-    from vllm_crossspec.engine.vllm_api.speculative import draft_schedule
+    from vllm_crossspec.vllm_api.speculative import draft_schedule
 
     own = resolved(True, by_batch_size={"1": 60, "8": 0})
     assert not own.measures_load
@@ -250,7 +259,7 @@ def test_a_schedule_of_the_users_own_wins():
 
 
 def test_a_chain_is_measured_only_where_asked_for():
-    from vllm_crossspec.engine.frontend.schedule import resolve_schedules
+    from vllm_crossspec.frontend.resolve import resolve_schedules
 
     for tree, expected in (({"type": "chain"}, None), ({"type": "chain", "by_batch_size": "auto"}, "auto")):
         chain = parse({"method": "eagle3", "model": "m", "tree": tree}, {"method", "model"})
@@ -279,14 +288,14 @@ def vllm_config(own, schedule=((1, 1, 60),)):
         speculative.num_speculative_tokens_per_batch_size is not None
     )
     return SimpleNamespace(
-        additional_config={ADDITIONAL_CONFIG_KEY: own.model_dump(mode="json")},
+        additional_config=carried(own),
         speculative_config=speculative,
         scheduler_config=SimpleNamespace(max_num_seqs=MOST),
     )
 
 
 def test_the_schedule_is_in_vllms_config_before_the_scheduler_is_made():
-    from vllm_crossspec.engine.startup.step_costs import Cost, use_measured_schedule
+    from vllm_crossspec.load.measure import Cost, use_measured_schedule
 
     config = vllm_config(resolved(True))
     table = {w: {n: Cost(s, 1e-3) for n, s in row.items()} for w, row in costs(waits_then_computes).items()}
@@ -296,13 +305,53 @@ def test_the_schedule_is_in_vllms_config_before_the_scheduler_is_made():
     assert ranges[0][2] == 60 and ranges[-1] == (ranges[-1][0], MOST, 0)
 
 
+def said_at_start(monkeypatch, own, step, draft):
+    """What an engine with these settings logs of made-up costs."""
+    from vllm_crossspec.load import measure
+
+    said = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(
+            measure.logger, level, lambda text, *values, level=level: said.append((level, text % values))
+        )
+    costs_of = {w: {n: measure.Cost(step(n * (w + 1)), draft) for n in BATCHES} for w in WIDTHS}
+    measure.use_measured_schedule({"crossspec_step_costs": [costs_of]}.__getitem__, vllm_config(own))
+    return said
+
+
+def test_a_tree_that_never_drafts_is_a_warning_with_the_reason_and_the_way_out(monkeypatch):
+    said = said_at_start(monkeypatch, resolved(True), lambda rows: 1e-3 * rows, draft=2e-3)
+    assert said == [
+        (
+            "warning",
+            "crossspec: drafting does not pay here at any load, so requests begin without drafts, and few rounds try "
+            "them: for one request a round takes 1.0 ms without drafts and 11.0 ms with 8 of them, which would have to "
+            'bring 11.0 tokens, and 2.9 are expected. To draft all the same: "by_batch_size": {"1": 60} in '
+            "speculative_config.tree; see docs/methods/trees.md#load",
+        )
+    ]
+    forced = resolved(True, by_batch_size={"1": 60})
+    assert not forced.measures_load, "what the warning says to write is followed, whatever steps cost"
+
+
+def test_a_tree_that_drafts_at_some_loads_is_no_warning(monkeypatch):
+    ((level, sentence),) = said_at_start(monkeypatch, resolved(True), waits_then_computes, draft=1e-3)
+    assert level == "info" and re.search(r": 60 with 1 to \d+ running requests, .*, none with \d+ or more$", sentence)
+    ((level, sentence),) = said_at_start(monkeypatch, resolved(True), lambda rows: 4e-3, draft=0.0)
+    assert level == "info" and sentence.endswith(": 60 with any number of running requests")
+
+
+def test_where_no_step_has_room_the_warning_says_so():
+    assert "max_num_batched_tokens" in why_none({0: {1: 1e-3}, 8: {}}, expected_tokens)
+
+
 @pytest.mark.parametrize(
     "config",
     [vllm_config(resolved(False)), vllm_config(resolved(True), schedule=None)],
     ids=["none wanted", "vLLM has dropped it"],
 )
 def test_without_a_schedule_nobody_is_asked(config):
-    from vllm_crossspec.engine.startup.step_costs import use_measured_schedule
+    from vllm_crossspec.load.measure import use_measured_schedule
 
     use_measured_schedule(mock.Mock(side_effect=AssertionError), config)
 
@@ -310,7 +359,7 @@ def test_without_a_schedule_nobody_is_asked(config):
 @pytest.mark.e2e
 def test_an_engine_measures_its_steps_and_follows_the_outcome(monkeypatch):
     """Dummy steps of every width run for real; their times, which mean nothing on a CPU, are replaced."""
-    from vllm_crossspec.engine.startup import step_costs as load
+    from vllm_crossspec.load import measure as load
 
     timed, time_step = {}, load.time_step
 
@@ -321,18 +370,17 @@ def test_an_engine_measures_its_steps_and_follows_the_outcome(monkeypatch):
     monkeypatch.delenv("CROSSSPEC_FIXED_WIDTHS")
     monkeypatch.setattr(load, "time_step", pretend)
     monkeypatch.setattr(load, "REPEATS_ON_CPU", 1)
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    overrides = {"max_num_seqs": 4, "distributed_executor_backend": "uni", "enable_prefix_caching": False}
+    said = []
+    monkeypatch.setattr(load.logger, "info", lambda text, *values: said.append(text % values))
     spec = engines.tree("dflash", engines.DFLASH, num_nodes=8)
-    texts = engines.prompts(3)
-    with engines.engine(None, **overrides) as llm:
-        plain = engines.generate(llm, texts, max_tokens=8)
-    with engines.engine(spec, **overrides) as llm:
+    plain = engines.plain(3, 8)
+    with engines.engine(spec, max_num_seqs=4, enable_prefix_caching=False) as llm:
         assert {width for width, _ in timed} == {8, 7, 4, 2, 0} and (8, 4) in timed
         assert all(cost.step > 0 and cost.draft > 0 for cost in timed.values())
+        assert said[-1].endswith(": 8 with 1 running requests, 2 with 2, none with 3 or more")
         scheduler = llm.llm_engine.engine_core.engine_core.scheduler
         assert [scheduler.dynamic_sd_lookup[n] for n in (1, 2, 3, 4)] == [8, 2, 0, 0]
-        assert engines.generate(llm, texts, max_tokens=8) == plain
+        assert engines.generate(llm, engines.prompts(3), max_tokens=8) == plain
         assert scheduler.dynamic_sd_lookup.rounds[0] >= 2 + 7  # three requests at a time, and it counts every round
 
 

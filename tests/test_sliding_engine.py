@@ -19,9 +19,10 @@ import sabotage
 import target_kinds
 import torch
 import windowed_targets
+from crossspec_cpu_lane.vllm import attention as cpu
 from windowed_targets import WINDOW, prompts
 
-from vllm_crossspec.engine.attention import base, cpu
+from vllm_crossspec.trees.attention import base
 
 pytestmark = pytest.mark.e2e
 
@@ -204,14 +205,14 @@ def test_sinks_that_trees_forget_are_seen():
 
 def test_sliding_groups_that_are_not_compacted_are_seen():
     """Layers of two groups may lie in one piece of memory, in other blocks: both are moved."""
-    from vllm_crossspec.engine.features import trees
+    from vllm_crossspec.trees.commit import kernels
 
-    original = trees.make_kv_layers
+    original = kernels.make_kv_layers
 
     def one_of_each(caches):
         return original(list({cache.data_ptr(): (cache, group) for cache, group in reversed(caches)}.values()))
 
-    with mock.patch.object(trees, "make_kv_layers", one_of_each):
+    with mock.patch.object(kernels, "make_kv_layers", one_of_each):
         assert run(spec("gemma3", "noisy"), folder("gemma3"))[0] != plain("gemma3")
     assert run(spec("gemma3", "noisy"), folder("gemma3"), then=sabotage.leave_kv_in_place)[0] != plain("gemma3")
 

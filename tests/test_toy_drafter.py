@@ -10,15 +10,15 @@ from pathlib import Path
 import engines
 import pytest
 import sabotage
-from packages import package
+from other_packages import package
 
-from vllm_crossspec import config_parsing
-from vllm_crossspec.drafters import base
-from vllm_crossspec.drafters.checkpoint import check_drafter
+from vllm_crossspec.config import parse as config_parsing
+from vllm_crossspec.kinds import drafter as base
+from vllm_crossspec.kinds.checkpoint import check_drafter
 from vllm_crossspec.types import TargetFacts
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "toy_drafter"
-PAGE = EXAMPLE.parents[1] / "docs" / "add-a-drafter.md"
+PAGE = EXAMPLE.parents[1] / "docs" / "develop" / "add-a-drafter.md"
 VOCAB_SIZE = json.loads((engines.TARGET / "config.json").read_text())["vocab_size"]
 MAX_TOKENS = 16
 SEEDED = {"temperature": 1.0, "seed": 5, "max_tokens": MAX_TOKENS}
@@ -49,8 +49,8 @@ def texts(llm):
 
 @pytest.fixture(scope="module")
 def plain():
-    with engines.engine(None) as llm:
-        return texts(llm)
+    sampling = {name: SEEDED[name] for name in ("temperature", "seed")}
+    return [engines.plain(4, MAX_TOKENS), engines.plain(4, MAX_TOKENS, **sampling), engines.plain(1, MAX_TOKENS)]
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +84,7 @@ def draft_nonsense(worker):
 
 @pytest.mark.e2e
 def test_alone_it_gives_plains_text(plain, folder):
-    with engines.async_scheduling_on_cpu(), engines.engine(alone(folder), async_scheduling=True) as llm:
-        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
+    with engines.engine(alone(folder), async_scheduling=True) as llm:
         found, counted = texts(llm), stats(llm)["most_frequent"]
         llm.collective_rpc(draft_nonsense)
         assert texts(llm) == plain  # whatever is drafted
@@ -153,7 +152,7 @@ def test_what_it_cannot_do_is_refused(toy, keys, sentence):
 
 def test_a_drafter_is_found_by_name_and_imported_when_asked_for(tmp_path):
     module = (
-        "from vllm_crossspec.drafters.base import DrafterKind\nKIND = DrafterKind('parrot', 'ngram_gpu', 'c', 'p')\n"
+        "from vllm_crossspec.kinds.drafter import DrafterKind\nKIND = DrafterKind('parrot', 'ngram_gpu', 'c', 'p')\n"
     )
     with package(tmp_path / "parrots", module, parrot="parrots:KIND"):
         assert "parrot" in base.drafter_kinds() and "parrots" not in sys.modules
@@ -197,7 +196,7 @@ def test_a_name_that_two_packages_claim_is_refused(tmp_path):
 
 
 def test_a_proposer_that_lacks_a_part_says_which():
-    from vllm_crossspec.engine.proposers.stateless import StatelessProposer
+    from vllm_crossspec.drafting.stateless import StatelessProposer
 
     class Mute(StatelessProposer):
         def load(self, folder):

@@ -7,14 +7,15 @@ import pytest
 import torch
 from launches import record_launches
 
-from vllm_crossspec.lookup.trees import match_tree
-from vllm_crossspec.tree import naive, torch_ops
-from vllm_crossspec.tree.base import KINDS, tree_kind
-from vllm_crossspec.tree.best_first import best_first
-from vllm_crossspec.tree.chain import chain
-from vllm_crossspec.tree.continuity import ContinuityTree
-from vllm_crossspec.tree.dynamic import DynamicTree
-from vllm_crossspec.tree.to_chain import to_chain
+from vllm_crossspec.drafters.eagle3 import naive as levels_naive
+from vllm_crossspec.drafters.lookup.trees import match_tree
+from vllm_crossspec.drafting import levels as levels_kernel
+from vllm_crossspec.kinds.tree import KINDS, tree_kind
+from vllm_crossspec.trees.builders import naive
+from vllm_crossspec.trees.builders.best_first import best_first
+from vllm_crossspec.trees.builders.chain import chain, to_chain
+from vllm_crossspec.trees.builders.continuity import ContinuityTree
+from vllm_crossspec.trees.builders.dynamic import DynamicTree
 from vllm_crossspec.types import TokenTree
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -231,14 +232,14 @@ def test_dynamic_equals_naive(reqs, nodes, depth, top_k, impossible, first_row):
     ours, twin = DynamicTree(**sizes), naive.DynamicTree(**sizes)
     # Twice: what one tree leaves in the buffers must not show in the next, which has fewer requests and levels.
     for seed, num_reqs, levels in ((50, reqs, depth), (90, max(reqs - 1, 1), max(depth - 1, 1))):
-        ours._order.fill_(-7777)
+        ours._pool.order.fill_(-7777)
         beams, out = one_tree(ours, seed, num_reqs, nodes, top_k, impossible, levels)
         expected_beams, expected = one_tree(twin, seed, num_reqs, nodes, top_k, impossible, levels)
         for beam, expected_beam in zip(beams, expected_beams, strict=True):
             same(beam, expected_beam)
         same([t[:num_reqs] for t in out], [t[:num_reqs] for t in expected])
         check_trees(out, num_reqs)
-        assert (ours._order[num_reqs:] == -7777).all(), "a request wrote into the row of the next"
+        assert (ours._pool.order[num_reqs:] == -7777).all(), "a request wrote into the row of the next"
         if not impossible:
             assert (out.sizes[:num_reqs] == min(nodes, top_k + (levels - 1) * top_k**2)).all()
 
@@ -336,7 +337,7 @@ def test_to_chain_equals_naive(reqs, positions, choices, nodes, by_slot):
         results = []
         for implementation in (to_chain, naive.to_chain):
             out = TokenTree(*(t.clone() for t in trees))
-            implementation(**out._asdict(), **where, max_depth=positions)
+            implementation(out, **where, max_depth=positions)
             check_trees(out, reqs)
             results.append(out)
         same(*results)
@@ -362,16 +363,12 @@ def check_chain(chains, trees, row):
 
 def test_every_prefix_of_a_chain_made_of_an_empty_tree_is_empty():
     trees = TokenTree(*(torch.zeros_like(t) for t in poisoned(1, 5)))
-    to_chain(**trees._asdict(), chain_only=torch.ones(1, dtype=torch.bool, device=DEVICE), max_depth=3)
+    to_chain(trees, torch.ones(1, dtype=torch.bool, device=DEVICE), max_depth=3)
     assert trees.sizes.tolist() == [0] and trees.tokens.tolist() == [[0] * 5]
 
 
-@pytest.mark.parametrize("has_kernels", [True, False])
-def test_registry_loads_every_builder(has_kernels, monkeypatch):
-    monkeypatch.setattr("vllm_crossspec.twins.runs_kernels", lambda: has_kernels)
-    ours = (chain, DynamicTree, best_first, match_tree, ContinuityTree)
-    twins = (chain, torch_ops.DynamicTree, torch_ops.best_first, match_tree, torch_ops.ContinuityTree)
-    expected = dict(zip(KINDS, ours if has_kernels else twins, strict=True))
+def test_registry_loads_every_builder():
+    expected = dict(zip(KINDS, (chain, DynamicTree, best_first, ContinuityTree, match_tree), strict=True))
     assert {name: tree_kind(name, "tree.type").load_builder() for name in KINDS} == expected
     assert tree_kind("best_first", "tree.type").load_builder(has_ngrams=True) == expected["continuity"]
 
@@ -418,7 +415,7 @@ def test_launches_and_nothing_else(monkeypatch):
         assert launched == ["_expand_kernel"] * 8 + ["_rank_kernel", "_gather_kernel"]
         launched.clear()
         best_first(log_probs=marginals[0], tokens=marginals[1], num_nodes=60, out=out)
-        to_chain(**out._asdict(), chain_only=flags, max_depth=15)
+        to_chain(out, flags, max_depth=15)
         chain(tokens=first[1], out=out)
     assert launched == ["_best_first_kernel", "_to_chain_kernel", "_chain_kernel"]
     assert set(operations) <= VIEWS
@@ -455,3 +452,30 @@ def test_a_cuda_graph_holds_all_builders():
         replayed = [t.clone() for t in (*trees, *firsts)]
         one_round(twin, naive.best_first)
         same(replayed, (*trees, *firsts))
+
+
+@pytest.mark.parametrize("has_future", [False, True])
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_levels_inputs_are_the_twins(level, has_future):
+    num_reqs, k, width = 3, 4, 10
+    rows_before = 1 if level == 1 else k
+    given = {
+        "parent_states": torch.randn(num_reqs * rows_before, width, device=DEVICE),
+        "beam_parents": torch.randint(0, rows_before, (num_reqs, k), dtype=torch.int32, device=DEVICE),
+        "root_positions": torch.tensor([5, 98, 0, 7], device=DEVICE),
+        "level": level,
+        "last_position": 99,
+        "future_states": torch.randn(num_reqs + 1, width, device=DEVICE) if has_future else None,
+    }
+    made = []
+    for module in (levels_kernel, levels_naive):
+        states = torch.full((20, width), -77.0, device=DEVICE)
+        positions = torch.full((20,), -77, device=DEVICE)
+        module.prepare_level(**given, states=states, positions=positions)
+        made.append((states, positions))
+    assert all(map(torch.equal, *made))
+    states, positions = made[0]
+    if has_future:  # a request's last row, behind the level's nodes
+        assert positions[:15].view(3, 5)[:, -1].tolist() == [5 + level + 1, 99, level + 1]
+        assert torch.equal(states[:15].view(3, 5, width)[:, -1], given["future_states"][:num_reqs])
+    assert (states[num_reqs * (k + has_future) :] == -77).all()

@@ -1,30 +1,15 @@
 """Draft trees of the real drafters give plain's text in every mode; break one part and they do not."""
 
-import functools
 from typing import Any
 
 import engines
 import pytest
 import sabotage
+from engines import LARGE_STEPS, results
 
 pytestmark = pytest.mark.e2e
 
-SPECS = {
-    "plain": None,
-    "eagle3-tree": engines.tree("eagle3", engines.EAGLE3),
-    "dflash-tree": engines.tree("dflash", engines.DFLASH),
-}
 TREES = ["eagle3-tree", "dflash-tree"]
-ASYNC = "dflash-tree"
-
-
-@functools.cache
-def results(name):
-    """All scenarios; the token budget of a step (128) cuts the trees of a batch short, so widths vary."""
-    if name != ASYNC:
-        return engines.run_scenarios(SPECS[name], async_scheduling=False)
-    with engines.async_scheduling_on_cpu():
-        return engines.run_scenarios(SPECS[name], async_scheduling=True)
 
 
 @pytest.mark.parametrize("scenario", ["one", "eight", "chunked", "prefix"])
@@ -39,6 +24,12 @@ def test_seeded_text_is_plains_token_for_token(name):
     assert tokens["seeded again"] == tokens["seeded"] == results("plain").tokens["seeded"]
 
 
+@pytest.mark.parametrize("option", engines.OPTIONS)
+@pytest.mark.parametrize("name", TREES)
+def test_options_that_vllm_refuses_beside_drafts(name, option):
+    assert results(name).tokens[option] == results("plain").tokens[option]
+
+
 @pytest.mark.parametrize("name", TREES)
 def test_accepted_paths_are_of_the_trees_depth(name):
     counts = results(name).counts
@@ -47,72 +38,17 @@ def test_accepted_paths_are_of_the_trees_depth(name):
     assert deepest <= 8 if name == "eagle3-tree" else deepest <= engines.K
 
 
-def test_scheduling_is_what_the_tests_say():
-    assert results(ASYNC).is_async and not results("eagle3-tree").is_async
-
-
 # -- one batch of every kind of request ---------------------------------------------------------------------------
 
 
-def mixed_requests():
-    """(prompt, sampling parameters) of a batch in which no two requests ask for the same."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-
-    everything = {
-        "temperature": 0.9,
-        "top_k": 50,
-        "top_p": 0.9,
-        "repetition_penalty": 1.2,
-        "frequency_penalty": 0.3,
-        "presence_penalty": 0.4,
-        "logprobs": 3,
-        "min_tokens": 8,
-    }
-    wanted = [
-        {"temperature": 0.0},
-        {**everything, "seed": 11},
-        {**everything, "seed": 12, "temperature": 0.0},
-        {"temperature": 0.0, "structured_outputs": StructuredOutputsParams(regex=r"(yes|no|maybe), [a-z ]{10,40}\.")},
-        {"temperature": 0.0, "bad_words": [" the", " a"]},
-        {"temperature": 0.0, "extra_args": {"crossspec": "chain"}},
-        {"temperature": 1.0, "seed": 13, "extra_args": {"crossspec": "off"}},
-        {"temperature": 1.0, "seed": 14, "logprobs": 2},
-    ]
-    parameters = [SamplingParams(max_tokens=24, **fields) for fields in wanted]
-    return list(zip(engines.prompts(len(wanted)), parameters, strict=True))
-
-
-def answers(llm, requests):
-    """Token ids and, where asked for, log-probabilities of every request of one batch."""
-    prompts, parameters = zip(*requests, strict=True)
-    outputs = [o.outputs[0] for o in llm.generate(list(prompts), list(parameters), use_tqdm=False)]
-    tokens = [list(output.token_ids) for output in outputs]
-    logprobs = [
-        [{token: entry.logprob for token, entry in step.items()} for step in output.logprobs or ()]
-        for output in outputs
-    ]
-    return tokens, logprobs
-
-
-SETTINGS = {"max_num_batched_tokens": 512, "enable_prefix_caching": False}
+@pytest.fixture(scope="module")
+def plain_answers():
+    return engines.plain_mixed_answers()
 
 
 @pytest.fixture(scope="module")
-def plain():
-    """The target alone: its answers to the mixed batch, and its greedy text of 16 tokens for eight prompts."""
-    with engines.engine(None, **SETTINGS) as llm:
-        return answers(llm, mixed_requests()), engines.generate(llm, engines.prompts(8), max_tokens=16)
-
-
-@pytest.fixture(scope="module")
-def plain_answers(plain):
-    return plain[0]
-
-
-@pytest.fixture(scope="module")
-def plain_greedy(plain):
-    return plain[1]
+def plain_greedy():
+    return engines.plain(8, 16)
 
 
 DRAFTERS = {"eagle3-tree": ("eagle3", engines.EAGLE3), "dflash-tree": ("dflash", engines.DFLASH)}
@@ -121,7 +57,7 @@ DRAFTERS = {"eagle3-tree": ("eagle3", engines.EAGLE3), "dflash-tree": ("dflash",
 @pytest.fixture(scope="module", params=DRAFTERS)
 def llm(request, plain_answers):
     method, folder = DRAFTERS[request.param]
-    with engines.engine(engines.tree(method, folder, num_nodes=24), **SETTINGS) as running:
+    with engines.engine(engines.tree(method, folder, num_nodes=24), **LARGE_STEPS) as running:
         yield running
 
 
@@ -133,14 +69,7 @@ def whole(llm):
 
 def run_broken(llm, how):
     """Tokens and log-probabilities of the mixed batch, and accepted tokens a draft, with one part broken."""
-    llm.collective_rpc(how)
-    before = engines.counts(llm)
-    try:
-        found = answers(llm, mixed_requests())
-    finally:
-        llm.collective_rpc(sabotage.mend)
-    after = engines.counts(llm)
-    return found, (after.accepted - before.accepted) / (after.drafts - before.drafts)
+    return engines.run_broken(llm, how, engines.mixed_answers)
 
 
 def test_a_mixed_batch_is_plains(whole, plain_answers):
@@ -167,6 +96,8 @@ def test_a_broken_drafter_is_slow_and_never_wrong(llm, whole, plain_answers, how
         sabotage.shift_positions,
         sabotage.leave_kv_in_place,
         sabotage.penalize_rows_before,
+        sabotage.bias_first_rows,
+        sabotage.cut_first_rows,
         sabotage.accept_everything,
     ],
 )
@@ -186,7 +117,7 @@ def test_other_ways_to_the_same_text(llm, whole, plain_answers, how):
 
 def test_more_nodes_than_a_word_has_bits(plain_greedy):
     spec = engines.tree("eagle3", engines.EAGLE3, num_nodes=200, depth=5, top_k=12)
-    with engines.engine(spec, **SETTINGS) as llm:
+    with engines.engine(spec, **LARGE_STEPS) as llm:
         assert engines.generate(llm, engines.prompts(2), max_tokens=16) == plain_greedy[:2]
         stats = llm.collective_rpc("crossspec_stats")[0]["eagle3"]
     assert stats["draft_tokens"] > 100 * stats["drafts"]
@@ -206,7 +137,7 @@ def test_an_unknown_wish_is_refused(llm):
 def test_trees_narrow_and_vanish_as_the_batch_grows(plain_greedy):
     schedule = {"1": 24, "3": 4, "6": 0}
     spec = engines.tree("dflash", engines.DFLASH, num_nodes=24, by_batch_size=schedule)
-    with engines.engine(spec, **SETTINGS) as llm:
+    with engines.engine(spec, **LARGE_STEPS) as llm:
         drafted = {}
         for count in (1, 4, 8):
             before = llm.collective_rpc("crossspec_stats")[0]["dflash"]
@@ -220,15 +151,18 @@ def test_trees_narrow_and_vanish_as_the_batch_grows(plain_greedy):
 def count_levels(worker: Any, cut: bool) -> None:
     """Count the drafter's passes over levels; without ``cut`` as many as the tree is deep, whatever is verified."""
     proposer = worker.model_runner.speculator.active
-    worker.levels, forward = 0, proposer._forward_beam
+    worker.levels = 0
 
-    def counted(*arguments: Any) -> Any:
-        worker.levels += 1
-        return forward(*arguments)
+    def counted(forward: Any) -> Any:
+        def forward_beam(*arguments: Any) -> Any:
+            worker.levels += 1
+            return forward(*arguments)
 
-    proposer._forward_beam = counted
+        return forward_beam
+
+    sabotage._replace(worker, proposer, "_forward_beam", counted)
     if not cut:
-        proposer._depth_of = lambda step: proposer.drafts.depth
+        sabotage._replace(worker, proposer, "_depth_of", lambda _: lambda step: proposer.drafter.depth)
 
 
 @pytest.mark.skipif(engines.REPLAYS_GRAPHS, reason="one graph holds all levels")
@@ -236,11 +170,13 @@ def test_levels_beyond_what_is_verified_are_not_grown(plain_greedy):
     """Of three nodes the deepest is in level 3; those of level 5 were thrown away, and nothing else changes."""
     spec = engines.tree("eagle3", engines.EAGLE3, num_nodes=24, depth=5, top_k=4, by_batch_size={"1": 3})
     found = []
-    for cut in (False, True):
-        with engines.engine(spec, **SETTINGS) as llm:
+    with engines.engine(spec, **LARGE_STEPS) as llm:
+        for cut in (False, True):
+            before = llm.collective_rpc("crossspec_stats")[0]["eagle3"]["accepted_tokens"]
             llm.collective_rpc(count_levels, args=(cut,))
             assert engines.generate(llm, engines.prompts(2), max_tokens=16) == plain_greedy[:2]
-            stats = llm.collective_rpc("crossspec_stats")[0]["eagle3"]
-            found.append((stats["accepted_tokens"], llm.collective_rpc(lambda worker: worker.levels)[0]))
+            accepted = llm.collective_rpc("crossspec_stats")[0]["eagle3"]["accepted_tokens"] - before
+            found.append((accepted, llm.collective_rpc(lambda worker: worker.levels)[0]))
+            llm.collective_rpc(sabotage.mend)
     (accepted, whole), (accepted_again, levels) = found
     assert accepted == accepted_again > 0 and levels == whole / 2

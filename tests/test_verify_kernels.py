@@ -7,8 +7,8 @@ import torch
 from hopper import compile_in_subprocess
 from steps import DEVICE, KINDS, POISON, Step, int32, make_step, poisoned, prepare, random_parents
 
-from vllm_crossspec.verify import naive, rows, walk
-from vllm_crossspec.verify.penalties import tree_penalties
+from vllm_crossspec.trees.verify import naive, rows, walk
+from vllm_crossspec.trees.verify.penalties import Penalties, tree_penalties
 
 SHAPES = [(1, 1), (7, 3), (31, 5), (32, 32), (60, 8), (130, 10), (255, 12)]
 
@@ -134,7 +134,7 @@ def walk_step(implementation, step, num_live, sampled, node_tokens, max_depth, w
         "num_sampled": poisoned(num_reqs),
         "num_rejected": poisoned(num_reqs),
     }
-    implementation.walk_tree(
+    given = walk.Walk(
         idx_mapping=step.idx_mapping,
         cu_num_logits=step.cu_num_logits,
         num_live=num_live,
@@ -147,6 +147,7 @@ def walk_step(implementation, step, num_live, sampled, node_tokens, max_depth, w
         max_depth=max_depth,
         **outputs,
     )
+    implementation.walk_tree(given)
     return outputs
 
 
@@ -261,8 +262,8 @@ def test_penalties_equal_naive(num_nodes, max_depth, vocab_size, dtype):
     logits = torch.randn(int(step.cu_num_logits[-1]), vocab_size, generator=generator).to(DEVICE, dtype)
     logits[0, :3] = float("-inf")
     expected, found = logits.clone(), logits.clone()
-    naive.tree_penalties(logits=expected, **arguments, max_depth=max_depth)
-    tree_penalties(logits=found, **arguments, max_depth=max_depth)
+    naive.tree_penalties(expected, Penalties(**arguments, max_depth=max_depth))
+    tree_penalties(found, Penalties(**arguments, max_depth=max_depth))
     # One rounding of bfloat16, or a fused multiplication and a division of the hardware's precision.
     torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-5 if dtype == torch.float32 else 8e-3)
     free = (arguments["repetition"] == 1) & (arguments["frequency"] == 0) & (arguments["presence"] == 0)
@@ -284,13 +285,13 @@ def test_penalties_of_a_chain_are_vllms():
     expected, found = logits.clone(), logits.clone()
     names = ("idx_mapping_per_row", "token_ids", "local_pos", *SLOT_ARGUMENTS)
     apply_penalties(expected, *(arguments[name] for name in names))
-    tree_penalties(logits=found, **arguments, max_depth=num_nodes)
+    tree_penalties(found, Penalties(**arguments, max_depth=num_nodes))
     assert torch.equal(found, expected) and not torch.equal(found, logits)
     # A real tree differs: there the chain's history is not a row's own.
     rng = random.Random(0)
     step.parents[:] = int32([random_parents(rng, num_nodes, 3) for _ in range(step.parents.shape[0])])
     tree = logits.clone()
-    tree_penalties(logits=tree, **arguments, max_depth=num_nodes)
+    tree_penalties(tree, Penalties(**arguments, max_depth=num_nodes))
     assert not torch.equal(tree, expected)
 
 
@@ -304,7 +305,7 @@ def test_penalties_of_a_tree_are_vllms_on_each_path():
     arguments["repetition"][:], arguments["frequency"][:], arguments["presence"][:] = 1.3, 0.4, 0.2
     logits = torch.randn(int(step.cu_num_logits[-1]), vocab_size, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     found = logits.clone()
-    tree_penalties(logits=found, **arguments, max_depth=6)
+    tree_penalties(found, Penalties(**arguments, max_depth=6))
     for index, (slot, row) in enumerate(
         zip(arguments["idx_mapping_per_row"].tolist(), arguments["local_pos"].tolist(), strict=True)
     ):
@@ -340,7 +341,7 @@ for num_nodes, depth in [(7, 3), (60, 8), (255, 12)]:
     arguments = cases.make_penalties(0, step, num_live, 4096)
     for dtype in (torch.float32, torch.bfloat16):
         logits = torch.zeros(tokens.shape[0], 4096, dtype=dtype)
-        cases.tree_penalties(logits=logits, **arguments, max_depth=depth)
+        cases.tree_penalties(logits, cases.Penalties(**arguments, max_depth=depth))
 assert set(compiled) == {
     "_prepare_rows_kernel", "_gather_rows_kernel", "_walk_tree_kernel", "_last_rows_kernel", "_tree_penalties_kernel"
 }, set(compiled)

@@ -1,8 +1,8 @@
 """The seam between this project and vLLM: all that depends on vLLM's version is in the inventory, and nothing else.
 
-``seam`` reads the uses from the syntax; the inventories, one for each minor version, are ``engine/vllm_api/points``. A
-use without a row fails here, and so does a row without a use, so that none can be taken out or put in alone. The
-installed vLLM is looked at, and every other whose wheel, or the folder of an unpacked one, is named::
+``seam`` reads the uses from the syntax, and writes them into ``vllm_api/points/generated.py``; what is ours is
+beside it with its reasons, by hand. The installed vLLM is looked at, and every other whose wheel, or the folder of an
+unpacked one, is named::
 
     CROSSSPEC_VLLM=vllm-0.32.0-....whl:vllm-0.33.0-....whl python -m pytest -p no:xdist tests/test_vllm_seam.py
 """
@@ -20,24 +20,24 @@ import vllm
 import vllm.utils
 from vllm_source import Release
 
-import vllm_crossspec
-from vllm_crossspec.engine.vllm_api.check import CUDA_NAMES, has_attribute, problem
-from vllm_crossspec.engine.vllm_api.points import INVENTORIES, inventory_of
-from vllm_crossspec.engine.vllm_api.points.base import TouchPoint, fits, parse, reads
+from vllm_crossspec.platform import CUDA_NAMES
+from vllm_crossspec.vllm_api.check import has_attribute, problem
+from vllm_crossspec.vllm_api.points import inventory_of
+from vllm_crossspec.vllm_api.points.base import TouchPoint, fits, reads
+from vllm_crossspec.vllm_api.points.ours import OURS
 
-PACKAGE = Path(vllm_crossspec.__file__).parent
 VLLM = Path(vllm.__file__).parent
-CPU_LANE = PACKAGE.parent / "cpu_lane" / "crossspec_cpu_lane"
 INVENTORY = inventory_of(vllm.__version__)
 TOUCH_POINTS, STAND_INS = INVENTORY.touch_points, INVENTORY.stand_ins
-NAMES = [(point.module, point.name) for point in TOUCH_POINTS]
-EVERY_NAME = {(point.module, point.name) for each in INVENTORIES.values() for point in each.touch_points}
+LISTS = seam.lists()
+HOWS = {"replaced": "replaces", "stood in for on the instance": "sets", "relied on": ""}
+EVERY_NAME = {name for names in LISTS.values() for name in names}
 """Of all versions: what is there in one alone is used where it is there, and found in the syntax with any of them."""
 
 
 @cache
 def scan(folder=VLLM):
-    return seam.Scan(PACKAGE, folder, (CPU_LANE,))
+    return seam.Scan(seam.PACKAGE, folder, (seam.CPU_LANE,))
 
 
 @pytest.fixture(scope="session", params=["installed", *filter(None, os.environ.get("CROSSSPEC_VLLM", "").split(":"))])
@@ -63,21 +63,39 @@ def release(folder):
 # ---- the inventory is whole
 
 
-def test_every_use_of_vllm_has_its_row(folder):
-    assert [str(use) for use in seam.compare(scan(folder).uses, EVERY_NAME).missing] == []
+def test_the_list_is_what_the_syntax_says(folder, release):
+    """If not: run ``python tests/seam.py``, with the wheels of all releases if they are at hand, and read the diff."""
+    listed = inventory_of(release.version).release
+    assert seam.points_of(scan(folder), release) == LISTS[listed]
+    assert [str(use) for use in seam.missing(scan(folder).uses, EVERY_NAME)] == []
+    assert seam.GENERATED.read_text() == seam.written(LISTS)
 
 
-@pytest.mark.parametrize("name", NAMES, ids=".".join)
-def test_no_row_can_be_taken_out(name):
-    assert NAMES.count(name) == 1, "listed twice"
-    left = EVERY_NAME - {name}
-    assert seam.compare(scan().uses, left).missing, "nothing in the package uses it: take the row out"
+def test_what_is_replaced_has_a_row_by_hand(folder):
+    assert [str(use) for use in seam.unexplained(scan(folder).uses)] == []
 
 
-def test_no_row_of_a_named_release_can_be_taken_out(folder, release):
-    """The same for one that is not installed, all of its rows at once."""
-    names = {(point.module, point.name) for point in inventory_of(release.version).touch_points}
-    assert names - seam.compare(scan(folder).uses, EVERY_NAME).needed == set()
+@pytest.mark.parametrize("name", OURS, ids=".".join)
+def test_no_row_by_hand_can_be_taken_out(name):
+    """Nor is there one of what is not so: nothing in the package does it, or it is relied on without being named."""
+    assert name in EVERY_NAME, "no release has it"
+    hows = {use.how for use in scan().uses if use[1:3] == name}
+    how = next(start for start in HOWS if OURS[name].startswith(start))
+    assert hows <= {"imports"} if how == "relied on" else HOWS[how] in hows, "take it out, or say what is ours"
+
+
+def test_lists_of_other_releases_follow_the_one_that_is_looked_at():
+    used, gone, new = ("m", "used"), ("m", "gone"), ("m", "new")
+    known = {"1.0": {used: "a", gone: "a"}, "2.0": {used: "a b", gone: "a", ("m", "only"): None}}
+    found = seam.renewed(known, {"1.0": {used: "a", new: "c"}})
+    assert found == {"1.0": {used: "a", new: "c"}, "2.0": {used: "a b", new: "c", ("m", "only"): None}}
+    # A point that the first has lost stays lost for the second, though it is new there no more.
+    assert seam.renewed({"1.0": {used: "a"}, "2.0": {}}, {"1.0": {used: "a"}})["2.0"] == {}
+    text = seam.written(found)
+    names: dict = {}
+    exec(text, names)
+    assert names["RELEASES"] == ("1.0", "2.0")
+    assert names["POINTS"] == {"m": {"new": "c", "only": {"2.0": None}, "used": {"1.0": "a", "2.0": "a b"}}}
 
 
 def test_a_release_is_as_its_inventory_says(release):
@@ -117,27 +135,11 @@ def test_what_a_method_does_not_take_is_seen(source, lacking):
     assert seam.lacks(function, ["self", "a", "b", "c"]) == lacking
 
 
-def test_every_row_has_a_reason():
-    assert all(point.reason for each in INVENTORIES.values() for point in each.touch_points)
-    with pytest.raises(ValueError, match="no row of touch points: Runner"):
-        parse("module\n  Runner.load(self)")
-
-
-def test_a_row_is_parsed_as_it_reads():
-    points = parse("a.b\n  f(x y) - called\n      twice\n  C.{d e} - read\nc\n  V - a value")
-    assert [tuple(point) for point in points] == [
-        ("a.b", "f", "x y", "called twice"),
-        ("a.b", "C.d", None, "read"),
-        ("a.b", "C.e", None, "read"),
-        ("c", "V", None, "a value"),
-    ]
-
-
 def test_all_that_is_replaced_is_replaced_in_few_places():
     """For a whole process: by the hooks, by what mends vLLM on a CPU, and for a moment by the worker of a CPU and
     while a model, or a drafter with a dtype of its own, is loaded there, and while a drafter is made whole."""
     where = {Path(use.where).name.partition(":")[0] for use in scan().uses if use.how == "replaces"}
-    assert where == {"hooks.py", "cpu_products.py", "cpu_patches.py", "worker.py", "weights.py"}
+    assert where == {"install.py", "products.py", "patches.py", "worker.py", "weights.py"}
 
 
 def test_what_the_scan_is_told_is_needed():
@@ -145,9 +147,8 @@ def test_what_the_scan_is_told_is_needed():
     uses = scan().uses
     assert scan().receivers == seam.RECEIVERS.keys()
     assert scan().foreign == seam.FOREIGN.keys()
-    assert {(module, name) for _, module, name in seam.UNNAMED} <= {(use.module, use.name) for use in uses}
     for own, others in seam.ANCESTORS.items():
-        assert scan().library.find_class(own) is not None, own
+        assert [c.name for c in scan().classes].count(own) == 1, own
         for module, _, name in (other.rpartition(".") for other in others):
             assert any(use.module == module and use.name.startswith(f"{name}.") for use in uses), f"{own}: {name}"
 
@@ -200,22 +201,22 @@ PLANTED = [
 
 
 def planted(folder, source):
-    engine = folder / "vllm_crossspec" / "engine"
-    engine.mkdir(parents=True)
-    (engine / "planted.py").write_text(source + "\n")
+    room = folder / "vllm_crossspec" / "runner"
+    room.mkdir(parents=True)
+    (room / "planted.py").write_text(source + "\n")
     return seam.Scan(folder / "vllm_crossspec", VLLM)
 
 
 @pytest.mark.parametrize(("source", "expected"), PLANTED)
 def test_a_planted_use_is_named(tmp_path, source, expected):
-    found = [str(use).removeprefix("vllm_crossspec/engine/planted.py:") for use in planted(tmp_path, source).uses]
+    found = [str(use).removeprefix("vllm_crossspec/runner/planted.py:") for use in planted(tmp_path, source).uses]
     assert (expected in found) if expected is not None else (found == [])
 
 
 def test_a_use_without_a_row_is_what_fails(tmp_path):
     uses = planted(tmp_path, "from vllm.v1.worker.gpu.buffer_utils import UvaBufferPool").uses
-    assert [str(use) for use in seam.compare(uses, NAMES).missing] == [
-        "vllm_crossspec/engine/planted.py:1: imports vllm.v1.worker.gpu.buffer_utils.UvaBufferPool"
+    assert [str(use) for use in seam.missing(uses, EVERY_NAME)] == [
+        "vllm_crossspec/runner/planted.py:1: imports vllm.v1.worker.gpu.buffer_utils.UvaBufferPool"
     ]
 
 
@@ -342,7 +343,7 @@ def test_what_a_stand_in_lacks_is_seen(tmp_path):
         "    def __init__(self):\n"
         "        super().__init__()\n"
     )
-    own = planted(tmp_path, source).library.find_class("vllm_crossspec.engine.planted.Derived")
+    own = planted(tmp_path, source).library.find_class("vllm_crossspec.runner.planted.Derived")
     wanted = ["model", "num_query_per_req", "draft_logits", "prepare_watermarking"]
     assert _lacks(own, wanted) == ["draft_logits", "draft_watermarker"]
 
@@ -383,7 +384,7 @@ def _reads_of_self(holder, method):
 
 
 def test_a_stand_in_that_lacks_something_is_named_at_start_up(monkeypatch):
-    from vllm_crossspec.engine.vllm_api import check
+    from vllm_crossspec.vllm_api import check
 
     host = STAND_INS[0]
     poorer = host._replace(attributes=host.attributes.replace(" propose", ""))

@@ -1,8 +1,6 @@
 """Routing in whole engines: plain's text whatever the routes, and caches as if every drafter were always active."""
 
 import functools
-import os
-from unittest import mock
 
 import engines
 import numpy as np
@@ -30,13 +28,6 @@ def spec(trees=False, third=False, **router):
     return {"method": "whiflash", "drafters": drafters, "router": router}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def in_process():
-    """The tests reach into the worker."""
-    with mock.patch.dict(os.environ, {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}):
-        yield
-
-
 def texts(llm):
     prompts = engines.prompts(6)
     return [
@@ -48,8 +39,8 @@ def texts(llm):
 
 @pytest.fixture(scope="module")
 def plain():
-    with engines.engine(None) as llm:
-        return texts(llm)
+    sampling = {name: SEEDED[name] for name in ("temperature", "seed")}
+    return [engines.plain(6, MAX_TOKENS), engines.plain(6, MAX_TOKENS, **sampling), engines.plain(1, MAX_TOKENS)]
 
 
 def routing(llm):
@@ -186,13 +177,4 @@ def test_the_comparison_sees(broken):
 
 def _engine(settings, is_async=False):
     small = {"block_size": 32, "num_gpu_blocks_override": 21, "max_num_seqs": 5, "max_num_batched_tokens": 128}
-    if not is_async:
-        return engines.engine(settings, **small)
-    return _async_engine(settings, small)
-
-
-@engines.contextlib.contextmanager
-def _async_engine(settings, small):
-    with engines.async_scheduling_on_cpu(), engines.engine(settings, async_scheduling=True, **small) as llm:
-        assert llm.llm_engine.vllm_config.scheduler_config.async_scheduling
-        yield llm
+    return engines.engine(settings, async_scheduling=is_async, **small)

@@ -3,13 +3,12 @@
 import dataclasses
 
 import torch
+from crossspec_cpu_lane.vllm.attention import _requests, attend
 
-from vllm_crossspec.engine.attention import base
-from vllm_crossspec.engine.attention.cpu import _requests, attend
-from vllm_crossspec.engine.attention.scratch import write_level, write_level_naive
-from vllm_crossspec.twins import runs_kernels
+from vllm_crossspec.trees.attention import base
+from vllm_crossspec.trees.attention.scratch import write_level
+from vllm_crossspec.trees.verify.naive import cap
 from vllm_crossspec.types import FLOAT8
-from vllm_crossspec.verify.naive import cap
 
 
 def in_two_passes(original):
@@ -19,32 +18,24 @@ def in_two_passes(original):
         metadata, tail = attn_metadata, None
         if metadata is not None:
             tail = metadata.draft_tail if layer.is_draft_layer else metadata.target_tail
-        scales = base.scales_of(layer, self)
         if tail is None:
             return original(self, layer, query, key, value, kv_cache, metadata, output, *fused, **options)
+        num_rows, lengths = query.shape[0], metadata.seq_lens
         if layer.is_draft_layer:
-            num_rows = tail.num_reqs * tail.queries_per_req
-            write = write_level if runs_kernels() else write_level_naive
-            write(key[:num_rows], value[:num_rows], tail)
-            lse, softmax = torch.empty(self.num_heads, num_rows), base.softmax_of(self)
-            if softmax.window:
-                cache, placed = _beside_each_other(self, kv_cache, metadata)
-                base.attend_window(query, output, lse, cache, placed, tail, tail.num_reqs, softmax, scales)
-            else:
-                for request in _requests(metadata)[: tail.num_reqs]:
-                    _dense_pass(self, layer, query, kv_cache, request, request.length, output, lse)
-            base.merge_draft_tail(query, output, lse, metadata, tail, softmax)
-            return output
-        lse, softmax = torch.empty(self.num_heads, query.shape[0]), base.softmax_of(self)
-        self._attend_all(layer, query, kv_cache, metadata, {}, output)  # the rest of a batch is vLLM's
-        cache, placed = _beside_each_other(self, kv_cache, metadata)
-        if softmax.window:
-            base.attend_window(query, output, lse, cache, placed, tail, tail.num_reqs, softmax, scales)
+            num_rows = tail.num_tokens
+            write_level(key[:num_rows], value[:num_rows], tail)
         else:
-            for index, request in enumerate(_requests(metadata)[: tail.num_reqs]):
-                _dense_pass(self, layer, query, kv_cache, request, int(tail.prefix_len[index]), output, lse)
-        soft = base.soft_prompts_of(layer)
-        base.merge_target_tail(query, output, lse, cache, placed, tail, tail.num_reqs, softmax, soft, scales)
+            lengths = tail.prefix_len
+            self._attend_all(layer, query, kv_cache, metadata, {}, output)  # the rest of a batch is vLLM's
+        softmax = base.softmax_of(self, layer)
+        cache, placed = _beside_each_other(self, kv_cache, metadata)
+        rows = base.rows_of(query, output, torch.empty(self.num_heads, num_rows), placed, tail)
+        if softmax.window:
+            base.attend_window(rows, cache, placed, tail, softmax)
+        else:
+            for request, length in zip(_requests(metadata)[: tail.num_reqs], lengths.tolist(), strict=False):
+                _dense_pass(self, layer, query, kv_cache, request, length, output, rows.lse)
+        base.merge_tail(rows, cache, placed, tail, softmax)
         return output
 
     return forward

@@ -22,27 +22,26 @@ import commands
 import engines
 import servers
 from documents import ROOT, Command
-from packages import installed
+from other_packages import installed
 
 ONE_TEST = "walk_by_hand"
 PYTEST = f'{sys.executable} -m pytest -q -p no:cacheprovider -k {ONE_TEST} "${{@/FILE/$TOLD}}"'
 POCKET = f"{sys.executable} -m vllm_crossspec.cli.app"
 """Its answer is a part of other commands."""
 HANDED_OVER = ("crossspec", "make", "pip", "python", "vllm")
+SERVER = "localhost:8000/127.0.0.1:$PORT"
 BASH = "\n".join(
     [
         "set -euo pipefail",
         'exec 3>"$TOLD"',
         r"""tell() { printf '%s\0' "$@" "" >&3; }""",
         *(f'{name}() {{ tell {name} "$@"; }}' for name in HANDED_OVER),
-        f'crossspec() {{ if [ "$1" = pocket ]; then {POCKET} "$@"; else tell crossspec "$@"; fi; }}',
-        'curl() { command curl --fail --max-time 60 "${@/localhost:8000/127.0.0.1:$PORT}"; }',
+        f'crossspec() {{ if [ "$1" = pocket ]; then {POCKET} "$@"; else tell crossspec "${{@/{SERVER}}}"; fi; }}',
+        f'curl() {{ command curl --fail --max-time 60 "${{@/{SERVER}}}"; }}',
         f"pytest() {{ (cd {ROOT}; {PYTEST}); }}",
         "",
     ]
 )
-FORKS = ("benchmarks/random_kernels.py",)
-"""Scripts whose programs are forks, which a process with threads of its own must not make."""
 DEMO = ["python", "-m", "vllm_crossspec.cli.app"]
 SERVED_TOKENS = 8
 """Of an answer of an engine that stands for a server; its prompts are two."""
@@ -110,10 +109,6 @@ class Walk:
     def _python(self, words: list[str]) -> str:
         if words[:3] == DEMO:
             return _crossspec(["crossspec", *words[3:]])
-        if words[1] in FORKS:
-            done = subprocess.run([sys.executable, *words[1:]], cwd=self.folder, capture_output=True, text=True)
-            assert done.returncode == 0, f"status {done.returncode}: {done.stderr[-1000:]}"
-            return done.stdout
         is_module = words[1] == "-m"
         name, arguments = (words[2], words[3:]) if is_module else (words[1], words[2:])
         path = [str(self.folder)] if is_module else [str((self.folder / name).resolve().parent)]
@@ -162,7 +157,8 @@ def answers(llm: object) -> list[list[int]]:
 
 
 def _crossspec(words: list[str]) -> str:
-    return commands.crossspec(*words[1:])
+    with mock.patch.dict(os.environ):  # `costs` takes a variable out, which a process of its own would not pass on
+        return commands.crossspec(*words[1:])
 
 
 def clone(folder: Path) -> None:
@@ -170,4 +166,5 @@ def clone(folder: Path) -> None:
     for name in ("configs", "examples"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
     shutil.copytree(engines.POCKET, folder / "vllm_crossspec" / "pocket")
-    (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
+    for name in ("benchmarks", "research"):
+        (folder / name).symlink_to(ROOT / name)

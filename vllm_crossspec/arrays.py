@@ -1,4 +1,4 @@
-"""Whole arrays on the host."""
+"""Operations on host arrays."""
 
 from typing import TypeAlias
 

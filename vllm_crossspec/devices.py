@@ -1,21 +1,29 @@
-"""The device of a command, and what a processor can do."""
+"""Features of the processor, and threads that use a GPU beside the decoding thread."""
+
+import ctypes
 
 import torch
 
 
-def choose_device(name: str) -> torch.device:
-    """The device that ``--device`` names: ``cpu``, ``cuda``, or ``auto`` for a GPU where there is one.
-
-    Raises:
-        ValueError: another name, or there is no GPU that torch can use.
-    """
-    if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device {name}: choose auto, cpu or cuda")
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no CUDA device on this machine; give --device cpu")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
 def has_avx512() -> bool:
-    """Whether the processor has AVX-512, without which vLLM has no kernels for a KV cache in float8 on a CPU."""
+    """Whether the processor has AVX-512, which vLLM's CPU kernels for a float8 KV cache need."""
     return bool(torch.cpu._is_avx512_supported())
+
+
+def thread_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """A stream for the calling thread, which may then use CUDA while another thread captures; None without a GPU."""
+    if device.type != "cuda":
+        return None
+    leave_captures_alone()
+    return torch.cuda.Stream(device)
+
+
+def leave_captures_alone() -> None:
+    """Let the calling thread use CUDA during another thread's graph capture, which the driver would otherwise abort.
+
+    This matters for a second engine in the process, which captures after the first engine's threads have started.
+    """
+    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; receives the old mode
+    exchange = getattr(ctypes.CDLL("libcuda.so.1"), "cuThreadExchangeStreamCaptureMode", None)
+    if exchange is not None:  # drivers have it since CUDA 10.1
+        exchange(ctypes.byref(relaxed))

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and one sentence where what is read is damaged."""
+"""Atomic writes, and reads that answer damaged files with an error of one sentence."""
 
 import contextlib
 import json
@@ -15,29 +15,25 @@ if TYPE_CHECKING:
 Parsed = TypeVar("Parsed")
 
 _OF_TRAINING = ("training_args.bin", "optimizer.bin")
-"""What trainers leave beside weights, as pickles of their own objects; vLLM reads none of them, either."""
+"""Pickles of their own objects that trainers leave beside weights; vLLM does not read them either."""
 
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A path beside ``path`` to write to; it takes the place of ``path`` in one rename, once all is written."""
+    """A path to write to; it is renamed to ``path`` when the block ends without an error."""
     partial = path.with_name(path.name + ".partial")
     yield partial
     partial.replace(path)
 
 
 def write_json(path: Path, content: Any, indent: int = 2) -> None:
-    """Write JSON for readers, whole or not at all."""
+    """Write indented JSON atomically."""
     with replacing(path) as partial:
         partial.write_text(json.dumps(content, indent=indent) + "\n")
 
 
 def write_tensors(path: Path, tensors: "Mapping[str, torch.Tensor]", metadata: dict[str, str] | None = None) -> None:
-    """Write contiguous tensors in safetensors' format.
-
-    Raises:
-        OSError: the disk is full, or the like; safetensors has an error of its own for that.
-    """
+    """Write contiguous tensors in safetensors' format; OSError if they cannot be written."""
     from safetensors.torch import save_file  # it imports torch, which commands that write no tensors do without
 
     try:
@@ -47,7 +43,7 @@ def write_tensors(path: Path, tensors: "Mapping[str, torch.Tensor]", metadata: d
 
 
 def read_json(file: Path, where: str) -> dict[str, Any]:
-    """A JSON object; ``where`` begins the sentence of the ValueError that a damaged one raises."""
+    """Read a JSON object; a damaged one raises a ValueError whose message begins with ``where``."""
     try:
         content = json.loads(file.read_text())
     except (ValueError, RecursionError) as error:
@@ -58,7 +54,7 @@ def read_json(file: Path, where: str) -> dict[str, Any]:
 
 
 def indexed_files(index: Path, where: str) -> set[str]:
-    """Names of the files that the index of a checkpoint in parts names, which lie beside it; ``where`` as above."""
+    """Names of a sharded checkpoint's files, from its index; ``where`` as in :func:`read_json`."""
     parts = read_json(index, where).get("weight_map")
     names = set(map(str, parts.values())) if isinstance(parts, dict) else set()
     if not names or any(Path(name).name != name for name in names):
@@ -68,7 +64,7 @@ def indexed_files(index: Path, where: str) -> set[str]:
 
 @contextlib.contextmanager
 def open_tensors(path: Path, where: str) -> Iterator[Any]:
-    """A file of safetensors; ``where`` begins the sentence of the ValueError that a damaged one raises."""
+    """Open a safetensors file; ``where`` as in :func:`read_json`."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -77,18 +73,12 @@ def open_tensors(path: Path, where: str) -> Iterator[Any]:
 
 
 def bin_files(folder: Path) -> list[Path]:
-    """Files of weights that torch wrote."""
+    """Weight files in torch's format."""
     return sorted(file for file in folder.glob("*.bin") if file.name not in _OF_TRAINING)
 
 
 def load_bin(path: Path, where: str) -> "dict[str, torch.Tensor]":
-    """The tensors of a file that torch wrote, mapped into memory: those that are not asked for are not read.
-
-    Such a file is a pickle. Torch's own reader makes tensors of it and nothing else, and runs none of its code.
-
-    Raises:
-        ValueError: one sentence that begins with ``where``: it holds more than tensors, or is damaged.
-    """
+    """The tensors of a torch file, memory-mapped; torch's reader runs no code of the pickle."""
     import torch  # takes a second, which readers of JSON need not wait for
 
     try:
@@ -115,11 +105,9 @@ def read_versioned(
     parse: Callable[[dict[str, Any]], Parsed],
     disagreement: Callable[[Parsed], str | None],
 ) -> Parsed:
-    """What ``parse`` makes of a JSON file of ours; ``disagreement`` says what of that does not hang together, if any.
+    """Parse a JSON file of ours; ``disagreement`` returns what is inconsistent in the result, if anything.
 
-    Raises:
-        ValueError: one sentence that begins with ``where`` and names ``remedy``, the command that writes such files: no
-            JSON, another ``format_version``, a missing entry, one of another kind, or a disagreement.
+    Errors begin with ``where`` and name ``remedy``, the command that writes such files.
     """
     try:
         content = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""The few numbers of a round that host code must know of the device."""
+"""Copies of a few numbers per round from the device to the host."""
 
 import numpy as np
 import numpy.typing as npt
@@ -6,15 +6,11 @@ import torch
 
 
 class HostCopy:
-    """int32 numbers on the device, and their way to the host: one copy, and one wait that is counted.
-
-    Args:
-        shape: of the numbers.
-        device: that writes them.
+    """int32 numbers on the device that reach the host by one copy and one counted wait.
 
     Attributes:
-        tensor: int32, to be written by kernels.
-        num_waits: times that the host has waited.
+        tensor: int32, written by kernels.
+        num_waits: how often the host has waited.
     """
 
     def __init__(self, shape: tuple[int, ...], device: torch.device):
@@ -26,13 +22,13 @@ class HostCopy:
             self._event = torch.Event(device)
 
     def start(self) -> None:
-        """Send them on their way."""
+        """Start the copy to the host."""
         if self._on_device:
             self._host.copy_(self.tensor, non_blocking=True)
             self._event.record()
 
     def wait(self, count: int) -> npt.NDArray[np.int64]:
-        """int64, the first ``count`` of the last axis; waits for the device."""
+        """Wait for the device; return int64, the first ``count`` of the last axis."""
         self.num_waits += 1
         if self._on_device:
             self._event.synchronize()

@@ -1,12 +1,22 @@
-"""The entry point that vLLM calls in every process (group ``vllm.general_plugins``)."""
+"""The entry points that vLLM calls in every process."""
 
 
 def register() -> None:
-    """Hook the proposers of this project into vLLM; safe to call any number of times in a process.
+    """Install this project's hooks in vLLM (group ``vllm.general_plugins``); safe to call repeatedly.
 
     Raises:
-        RuntimeError: this vLLM is not the one that the plugin was written for; the sentence says which is.
+        RuntimeError: the plugin does not support this version of vLLM.
     """
-    from vllm_crossspec.engine.hooks import install
+    from vllm_crossspec.hooks.install import install
 
     install()
+
+
+def check_early() -> None:
+    """Check the command line and return no platform.
+
+    vLLM calls the group ``vllm.platform_plugins`` halfway through its own imports.
+    """
+    from vllm_crossspec.frontend.command_line import check_command_line
+
+    check_command_line()

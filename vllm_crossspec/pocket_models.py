@@ -1,4 +1,4 @@
-"""Where the pocket models are: in a clone, or in the package ``vllm-crossspec-pocket`` beside an installed wheel."""
+"""The pocket models' location: a clone, or the package ``vllm-crossspec-pocket`` beside an installed wheel."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -8,10 +8,10 @@ INSTALL = 'pip install "vllm-crossspec[pocket]"'
 
 
 def find_pocket() -> Path:
-    """The folder with target/, a folder for each drafter, and prompts.jsonl; the clone's own before the package's.
+    """The folder with target/, a folder per drafter, and prompts.jsonl: the clone's, else the package's.
 
     Raises:
-        ValueError: there is neither.
+        ValueError: neither exists.
     """
     of_clone = Path(__file__).parent / "pocket"
     if of_clone.is_dir():

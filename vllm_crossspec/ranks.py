@@ -1,13 +1,13 @@
-"""Which data-parallel ranks are bound to each other."""
+"""Data-parallel ranks that share their steps."""
 
 from typing import Any
 
 
 def step_together(parallel_config: Any) -> bool:
-    """Whether data-parallel ranks run every step at the same time, by graphs that they agree on.
+    """Whether data-parallel ranks run every step together, with CUDA graphs that they agree on.
 
-    Ranks of a target with experts do, for each holds a part of them, and so do those that an external launcher starts.
-    vLLM makes every other rank an engine of its own, with a config that says one rank: it may draft what it likes.
+    Ranks of a target with experts do, because each holds some of them; so do ranks of an external launcher. vLLM makes
+    every other rank an independent engine whose config says one rank.
     """
     return bool(
         parallel_config.data_parallel_size > 1

@@ -1,9 +1,11 @@
-"""What passes between the rooms: small tuples of tensors.
+"""The small tuples of tensors that modules exchange.
 
 Shape legend: R requests of the batch, S request slots of the engine, T target tokens of the step, H hidden size,
 K draft tokens of a request.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,15 +13,15 @@ import numpy.typing as npt
 import torch
 
 TREE, CHAIN, NO_DRAFTS = 0, 1, 2
-"""What a request lets its drafter draft."""
+"""The kind of drafts that a request allows."""
 DEFAULT_DRAFT_TOKENS = 5
-"""K where neither the user nor the drafter's checkpoint names one."""
+"""K if neither the user nor the drafter's checkpoint sets one."""
 FLOAT8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-"""Quantised KV caches that draft trees are verified over, by vLLM's names; one scale a layer or a KV head."""
+"""Types of quantised KV caches that draft trees support, by vLLM's names; one scale per layer or KV head."""
 
 
 class StepInputs(NamedTuple):
-    """What the target's step left behind; all a proposer needs to draft the next tokens.
+    """The result of a target's step: everything a proposer needs to draft the next tokens.
 
     Attributes:
         batch: vLLM's ``InputBatch`` of the step (positions, query boundaries, slots).
@@ -31,8 +33,13 @@ class StepInputs(NamedTuple):
         last_sampled: int64 [S] last sampled token of every slot.
         next_prefill_tokens: [1, S] next prompt token of every slot that is still inside its prompt.
         temperature, seeds: [S] sampling parameters of every slot.
-        options: flags that only vLLM sets (dummy runs, data-parallel state); handed through unread.
-        num_scheduled: draft tokens of a request that the scheduler wants of this round; None: as many as ever.
+        num_scheduled: draft tokens per request that the scheduler wants from this round; None: the usual number.
+        num_drafts: draft tokens per request that this drafter should draft; None: its usual number.
+        is_dummy: whether the requests are made up, for memory profiles, CUDA graphs or kernels.
+        skips_attention: whether a dummy round skips attention, because there is no KV cache yet.
+        is_profile: whether vLLM measures memory with this round.
+        dp_sync: vLLM's agreement of the data-parallel ranks for this step; None without data parallelism.
+        mm_inputs: vLLM's embeddings of images and other media; None without any.
     """
 
     batch: Any
@@ -46,25 +53,37 @@ class StepInputs(NamedTuple):
     next_prefill_tokens: torch.Tensor
     temperature: torch.Tensor
     seeds: torch.Tensor
-    options: dict[str, Any]
     num_scheduled: int | None = None
+    num_drafts: int | None = None
+    is_dummy: bool = False
+    skips_attention: bool = False
+    is_profile: bool = False
+    dp_sync: Any = None
+    mm_inputs: Any = None
 
-    @property
-    def is_dummy(self) -> bool:
-        """Whether the requests are made up: for memory profiles, CUDA graphs or kernels."""
-        return bool(self.options.get("dummy_run"))
+
+class TreeArguments(NamedTuple):
+    """A :class:`TokenTree` as kernels take it."""
+
+    tokens: torch.Tensor  # int64 [R, width]
+    tokens_stride: int
+    parents: torch.Tensor  # int32 [R, width]
+    parents_stride: int
+    log_probs: torch.Tensor  # float32 [R, width]
+    log_probs_stride: int
+    sizes: torch.Tensor  # int32 [R]
 
 
 class TokenTree(NamedTuple):
-    """Draft trees of a batch: node i is row i + 1 of its request's verification, row 0 being the last sampled token.
+    """Draft trees of a batch: node i is row i + 1 of its request's verification; row 0 is the last sampled token.
 
-    Nodes are ordered by falling path probability, so that every prefix of the list is a tree. N draft nodes.
+    Nodes are ordered by falling path probability, so every prefix of the list is a tree. N draft nodes.
 
     Attributes:
         tokens: int64 [R, N], token ids of the target's vocabulary; 0 past the live nodes.
         parents: int32 [R, N], row of each node's parent, smaller than the node's own row.
-        log_probs: float32 [R, N], falling: the drafter's log-probability of the path from the root, or the score that
-            the builder orders by in its place (``continuity``).
+        log_probs: float32 [R, N], falling: the drafter's log-probability of the path from the root, or the builder's
+            score (``continuity``).
         sizes: int32 [R], live nodes.
     """
 
@@ -74,14 +93,13 @@ class TokenTree(NamedTuple):
     sizes: torch.Tensor
 
     @property
-    def arguments(self) -> tuple[torch.Tensor | int, ...]:
-        """What kernels take of the trees: the sizes, and before them each other tensor and the stride of its rows."""
-        strided = (x for tensor in self[:3] for x in (tensor, tensor.stride(0)))
-        return (*strided, self.sizes)
+    def arguments(self) -> TreeArguments:
+        """The trees as kernel arguments."""
+        return TreeArguments._make([x for tensor in self[:3] for x in (tensor, tensor.stride(0))] + [self.sizes])
 
 
 class AcceptedPaths(NamedTuple):
-    """What a verified step accepted: of each request, rows of its own. Row 0 is the last sampled token.
+    """The accepted rows of each request in a verified step; row 0 is the last sampled token.
 
     Attributes:
         query_start_loc: int32 [at least R + 1] first token row of each request.
@@ -97,14 +115,14 @@ class AcceptedPaths(NamedTuple):
 
 
 class Sizing(NamedTuple):
-    """What a drafter whose trees differ in size gave each request of a batch (``adaptive``).
+    """The sizes that a drafter chose for the trees of a batch (``adaptive``).
 
     Attributes:
-        phi: float32 [R] on the device: what the trees were sized by, in nats; NaN for a tree cut short.
+        phi: float32 [R] on the device: the uncertainty that sized each tree, nats; NaN for a tree cut short.
         depths: int32 [R] on the device: levels of each tree.
-        bins: int64 [R] on the host: which bin each tree is in, the surest first.
-        widths: int32 [R] on the host: the most nodes of each tree.
-        extensions: int64 [R] on the host: levels of each tree beyond those of an ordinary one.
+        bins: int64 [R] on the host: each tree's bin; bin 0 is the most certain.
+        widths: int32 [R] on the host: most nodes of each tree.
+        extensions: int64 [R] on the host: levels of each tree beyond an ordinary one's.
     """
 
     phi: torch.Tensor
@@ -115,12 +133,9 @@ class Sizing(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """A drafter's answer for a round: a chain of every request, or a tree.
+    """A drafter's drafts of a round: a chain per request (int64 [R, K] target token ids), or trees.
 
-    Attributes:
-        tokens: int64 [R, K] the chain, token ids of the target's vocabulary; None where there is a tree.
-        tree: None where there is a chain.
-        sizing: of the trees, where they differ in size; None where they do not.
+    ``sizing`` belongs to trees that differ in size.
     """
 
     tokens: torch.Tensor | None = None
@@ -129,14 +144,7 @@ class Candidates(NamedTuple):
 
 
 class TargetFacts(NamedTuple):
-    """What a drafter's checkpoint must agree with.
-
-    Attributes:
-        name: of the target, for messages.
-        hidden_size: width of its states.
-        vocab_size: of its output.
-        num_layers: its decoder layers.
-    """
+    """Facts of the target that a drafter's checkpoint must fit; the name is for messages."""
 
     name: str
     hidden_size: int
@@ -145,17 +153,17 @@ class TargetFacts(NamedTuple):
 
 
 class DrafterFacts(NamedTuple):
-    """What a drafter's checkpoint says of itself, whichever public format it is in.
+    """Facts of a drafter's checkpoint, in any public format.
 
     Attributes:
-        target_hidden_size: width of the target states that it reads; None where it reads none, and taps no layer.
+        target_hidden_size: width of the target states that it reads; None if it taps no layer.
         vocab_size: of the token ids that it embeds.
         draft_vocab_size: of its own output.
-        target_layers: target layers that it taps in vLLM's numbering (0 is the embedding's output, i the output of
-            layer i), ascending.
-        max_draft_tokens: most tokens that one draft may have; None where the drafter sets no bound.
-        default_draft_tokens: K where the user names none.
-        mask_token_id: the id that stands for "to be drafted"; None for an autoregressive drafter.
+        target_layers: tapped target layers, ascending, in vLLM's numbering (0: the embedding's output, i: layer i's).
+        max_draft_tokens: most tokens of one draft; None without a bound.
+        default_draft_tokens: K if the user sets none.
+        mask_token_id: the id of a token to be drafted; None for an autoregressive drafter.
+        overrides: values that vLLM gets instead of those in config.json, by name.
     """
 
     target_hidden_size: int | None
@@ -165,14 +173,15 @@ class DrafterFacts(NamedTuple):
     max_draft_tokens: int | None = None
     default_draft_tokens: int = DEFAULT_DRAFT_TOKENS
     mask_token_id: int | None = None
+    overrides: Mapping[str, int] = MappingProxyType({})
 
 
 class Futures(NamedTuple):
-    """What the target foresees of every request for its drafter (ConFu, section 3.1).
+    """The target's future state of every slot, for ConFu's drafter (Qin et al. 2026, section 3.1).
 
     Attributes:
-        states: [S, H] by request slot.
-        present: int32 [S] 1 where there is one.
+        states: [S, H].
+        present: int32 [S] 1 if the slot has one.
     """
 
     states: torch.Tensor

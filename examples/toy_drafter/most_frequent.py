@@ -1,7 +1,7 @@
 """A toy drafter: after every token comes the one that followed it most often in a text.
 
 `python -m most_frequent TARGET TEXT OUT` counts the tokens of the file TEXT, as the tokenizer of the folder TARGET
-splits it, and writes a checkpoint to the folder OUT. docs/add-a-drafter.md explains this file part by part.
+splits it, and writes a checkpoint to the folder OUT. docs/develop/add-a-drafter.md explains this file part by part.
 """
 
 import json
@@ -15,10 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from vllm_crossspec.drafters.base import DrafterKind
-from vllm_crossspec.drafters.checkpoint import require
-from vllm_crossspec.engine.proposers.stateless import StatelessProposer
-from vllm_crossspec.types import DrafterFacts, TargetFacts
+from vllm_crossspec.api import DrafterFacts, DrafterKind, StatelessProposer, TargetFacts, require
 
 ARCHITECTURE = "MostFrequentToken"
 WEIGHTS = "model.safetensors"
@@ -34,7 +31,7 @@ KIND = DrafterKind(
 
 
 def read_facts(config: dict[str, Any], key: str, target: TargetFacts) -> DrafterFacts:
-    """What config.json says of the drafter; the vocabulary is compared with the target's by whoever asks."""
+    """What config.json says of the drafter; the caller compares the vocabulary with the target's."""
     if config.get("architectures") != [ARCHITECTURE]:
         raise ValueError(f"{key}: config.json is not of a {ARCHITECTURE}; make one with `python -m most_frequent`")
     return DrafterFacts(

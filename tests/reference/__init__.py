@@ -1,1 +1,1 @@
-"""One draft round of our proposers beside one of the papers' own code (see docs/parity.md)."""
+"""One draft round of our proposers beside one of the papers' own code (see docs/results/parity.md)."""

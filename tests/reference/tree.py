@@ -23,7 +23,7 @@ from unittest import mock
 import torch
 
 from reference.compare import TIE
-from vllm_crossspec.tree.dynamic import DynamicTree
+from vllm_crossspec.trees.builders.dynamic import DynamicTree
 from vllm_crossspec.types import TokenTree
 
 Cache = Any

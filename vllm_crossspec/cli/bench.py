@@ -1,21 +1,28 @@
 """`crossspec bench`: methods side by side on any model, with any speculative configs and prompts."""
 
-from collections.abc import Sequence
-from dataclasses import asdict
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from rich.console import Console
 from typer import Option
 
-from vllm_crossspec.cli import meta, options, report
-from vllm_crossspec.cli.compare import SAMPLED, check_all, seconds_note, table, wide_console
-from vllm_crossspec.cli.demo import demo_prompts, first_of_each, require_identical
-from vllm_crossspec.cli.measure import Measurement, fits, measure, schedule
+from vllm_crossspec.cli import options, report, runner
+from vllm_crossspec.cli.check import checked_first, read_spec
+from vllm_crossspec.cli.demo import demo_prompts, require_identical
+from vllm_crossspec.cli.meta import GIB, available_gib
+from vllm_crossspec.cli.processes import CHILD_DEFAULTS
 from vllm_crossspec.cli.prompts import FORMATS, read_prompts
-from vllm_crossspec.cli.rows import PLAIN, Row, rows
-from vllm_crossspec.cli.runner import Job, by_category
-from vllm_crossspec.names import look_up
+from vllm_crossspec.cli.rows import PLAIN, Row
+from vllm_crossspec.cli.runner import Job, Measurement, Pass, by_category, first_of_each, schedule
+from vllm_crossspec.names import counted, look_up
+from vllm_crossspec.platform import platform
+
+ENGINE_GIB = 0.75
+"""Of memory that an engine on a CPU takes beside its weights and its KV cache."""
+GPU_SHARE, DEFAULT_GPU_SHARE = 0.95, 0.92
+"""Of a GPU's memory: what engines may take together, and what one takes that was told nothing (vLLM's own)."""
 
 ModelOption = Annotated[str, Option(help="The target: a local folder or a hub id.")]
 SpecOption = Annotated[
@@ -30,12 +37,10 @@ PromptsOption = Annotated[
     ),
 ]
 FormatOption = Annotated[
-    str | None,
-    Option(help=f"Of --prompts, where the first row does not tell it: {', '.join(FORMATS)}."),
+    str | None, Option(help=f"Of --prompts, where the first row does not tell it: {', '.join(FORMATS)}.")
 ]
 BatchSizes = Annotated[
-    str,
-    Option("--batch-sizes", "--batch-size", help="Most requests at a time; several, with commas, are a sweep."),
+    str, Option("--batch-sizes", "--batch-size", help="Most requests at a time; several, with commas, are a sweep.")
 ]
 EngineArgs = Annotated[
     str | None,
@@ -67,35 +72,6 @@ OWN_OPTIONS = {
 }
 
 
-class Files(NamedTuple):
-    """Where the results go, beside the terminal."""
-
-    json_file: options.TableFile = None
-    csv_file: Annotated[Path | None, Option("--csv", help="Write all rows as CSV.")] = None
-    markdown: Annotated[Path | None, Option("--markdown", help="Write the tables as Markdown.")] = None
-    html: Annotated[
-        Path | None, Option("--html", help="Write one page with plots, tables and configs, for a browser.")
-    ] = None
-
-    def check(self) -> None:
-        """Find out before the work that they can be written. Raises ValueError."""
-        for option, file in zip(("--json", "--csv", "--markdown", "--html"), self, strict=True):
-            options.check_file(option, file)
-        if self.html is not None:
-            report.require_plots()
-
-    def write(self, found: Sequence[Row], about: dict[str, Any]) -> None:
-        """Write those that are wanted."""
-        note = seconds_note(about)
-        options.write_json(self.json_file, {"rows": [asdict(row) for row in found], "meta": about})
-        if self.csv_file is not None:
-            report.write_csv(self.csv_file, found)
-        if self.markdown is not None:
-            report.write_markdown(self.markdown, found, note)
-        if self.html is not None:
-            report.write_html(self.html, found, about, note)
-
-
 @options.grouped
 def bench(
     *,
@@ -123,7 +99,7 @@ def bench(
         bool | None, Option(help="Without compilation and CUDA graphs. Default: vLLM's on a GPU, yes on CPU.")
     ] = None,
     engine_args: EngineArgs = None,
-    files: Files,
+    files: report.Files,
 ) -> None:
     """Compare speculative configs on any model and prompts, side by side in one run.
 
@@ -135,7 +111,7 @@ def bench(
     asked one turn at a time, and each turn counts as a prompt. Prompts of a category are answered together, the
     categories one after the other.
 
-    docs/benchmarking.md explains every column.
+    docs/use/benchmarking.md explains every column.
 
     Example: crossspec bench --model Qwen/Qwen3-8B --spec eagle3.json --spec dflash.json --prompts my.jsonl
     """
@@ -171,8 +147,22 @@ def bench(
         for name, config in configs.items()
     ]
     files.check()
+    checked_first(arguments, configs)
     if len(jobs) > 1:  # one alone is checked when it starts
-        check_all(jobs)
+        runner.check(jobs)
+    groups = by_category(chosen)
+    fewest, notes = min(map(len, groups.values())), []
+    if max(sizes) > fewest:
+        notes.append(
+            f"a category has {counted(fewest, 'prompt')}: so many of its requests run at a time, not {max(sizes)}"
+        )
+    stay_up = False  # there is no "between" of one repeat
+    if repeats > 1:
+        stay_up, memory = fits(jobs) if keep_engines is None else (keep_engines, "")
+        if memory and not stay_up:
+            notes.append(f"engines are started anew for every repeat: {memory}")
+    for note in notes:
+        Console(stderr=True).print(f"note: {note}", highlight=False, soft_wrap=True)
     about: dict[str, Any] = {
         "model": model,
         "dtype": engine.dtype,
@@ -180,73 +170,70 @@ def bench(
         "repeats": repeats,
         "waves": waves,
         "sampling": sampling,
-    }
-    about |= {
         "engine_args": {name: value for name, value in arguments.items() if value is not None},
         "configs": configs,
+        "notes": notes,
+        "engines": "one a method, kept" if stay_up else "started for every repeat",
     }
-    found = run_all(jobs, sizes, repeats, keep_engines, about, files)
+    plan = schedule(list(configs), sizes, repeats, stay_up, list(groups))
+    found = report.measure(Measurement(jobs, plan, describe, outcome, stay_up), about, files)
     if require_same:
         require_identical(found)
 
 
-def run_all(
-    jobs: Sequence[Job],
-    sizes: Sequence[int],
-    repeats: int,
-    keep_engines: bool | None,
-    about: dict[str, Any],
-    files: Files,
-) -> list[Row]:
-    """Measure, print and write; the rows. Whatever ends it, what is done is printed and written."""
-    stay_up, notes = choose_engines(jobs, repeats, keep_engines), []
-    fewest = min(map(len, by_category(jobs[0].prompts).values()))
-    if max(sizes) > fewest:
-        notes.append(f"a category has {fewest} prompts: so many of its requests run at a time, not {max(sizes)}")
-    if repeats > 1 and not stay_up and keep_engines is None:
-        notes.append(f"engines are started anew for every repeat: {fits(jobs)[1]}")
-    for note in notes:
-        Console(stderr=True).print(f"note: {note}", highlight=False, soft_wrap=True)
-    about |= {"notes": notes, "engines": "one a method, kept" if stay_up else "started for every repeat"}
-    categories = list(by_category(jobs[0].prompts))
-    plan = schedule([job.method for job in jobs], sizes, repeats, stay_up, categories)
-    found = Measurement()
-    try:
-        measure(jobs, plan, stay_up, found)
-    except BaseException:
-        if found.runs:
-            show(jobs, found, about | {"unfinished": found.unfinished(plan)}, files)
-        raise
-    return show(jobs, found, about, files)
+def describe(one: Pass) -> str:
+    """A pass in words."""
+    turn = "parts of a round" if one.repeat is None else f"repeat {one.repeat + 1}"
+    return f"{one.method}, batch size {one.batch_size}, {turn}"
 
 
-def choose_engines(jobs: Sequence[Job], repeats: int, keep_engines: bool | None) -> bool:
-    """Whether engines stay up between repeats; there is no between if there is one."""
-    if repeats == 1:
-        return False
-    return fits(jobs)[0] if keep_engines is None else keep_engines
+def outcome(row: Row, number: int) -> str:
+    """What a repeat came to, beside plain's where there is one."""
+    speed = "" if row.tokens_per_second is None else f", {row.tokens_per_second:.1f} a second"
+    done = f"{counted(row.num_tokens, 'token')} in {row.seconds:.1f} s{speed}"
+    if row.method == PLAIN or row.speedup is None:
+        return done
+    same = ", every text plain's" if row.identical_to_plain else ", [red]NOT plain's texts[/red]"
+    return f"{done}, {row.speedup:.2f} times plain{same}"
 
 
-def show(jobs: Sequence[Job], found: Measurement, settings: dict[str, Any], files: Files) -> list[Row]:
-    """Print the tables and write the files; the rows."""
-    runs = found.sorted_runs([job.method for job in jobs])
-    about = meta.describe(runs, settings)
-    measured = rows(runs, shares=found.shares)
-    console, smallest = wide_console(), measured[0].batch_size
-    console.print(report.speed_table(measured, seconds_note(about)))
-    console.print(table([row for row in measured if row.batch_size == smallest], about))
-    if settings["sampling"]["temperature"] > 0 and any(row.identical_to_plain is False for row in measured):
-        console.print(SAMPLED)
-    files.write(measured, about)
-    return measured
+# -- memory -----------------------------------------------------------------------------------------------------------
+
+
+def fits(jobs: Sequence[Job]) -> tuple[bool, str]:
+    """Whether the jobs' engines can be up at the same time, and in words how much they take of how much."""
+    engines = counted(len(jobs), "engine")
+    if platform().on_cores:
+        needed, free = sum(map(_gib_on_cpu, jobs)), available_gib()
+        return needed <= free, f"about {needed:.1f} GiB for {engines}, and {free:.1f} are free"
+    share = sum(job.engine.get("gpu_memory_utilization") or DEFAULT_GPU_SHARE for job in jobs)
+    each = int(100 * GPU_SHARE / len(jobs)) / 100
+    advice = f"(--gpu-memory-utilization {each} lets all stay up)"
+    return share <= GPU_SHARE, f"{share:.2f} of a GPU's memory for {engines} {advice}"
+
+
+def _gib_on_cpu(job: Job) -> float:
+    """What an engine takes: what it computes with, its KV cache, and the weights that are in folders here."""
+    variable = "VLLM_CPU_KVCACHE_SPACE"
+    models = [job.engine["model"], *_models_in(job.engine.get("speculative_config"))]
+    sizes = [f.stat().st_size for model in models for f in Path(model).glob("*.safetensors")]
+    cache = job.engine.get("kv_cache_memory_bytes") or GIB * float(os.environ.get(variable) or CHILD_DEFAULTS[variable])
+    return ENGINE_GIB + (cache + sum(sizes)) / GIB
+
+
+def _models_in(config: Any) -> Iterator[str]:
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            if key == "model" and isinstance(value, str):
+                yield value
+            yield from _models_in(value)
+
+
+# -- what is given ----------------------------------------------------------------------------------------------------
 
 
 def parse_engine_args(given: str | None) -> dict[str, Any]:
-    """Further arguments of vLLM's engine; their names are checked where vLLM is imported.
-
-    Raises:
-        ValueError: no object, or an argument that the command sets itself.
-    """
+    """Further arguments of vLLM's engine; their names are checked where vLLM is imported. Raises ValueError."""
     if given is None:
         return {}
     found = options.parse_json("--engine-args", given, given)
@@ -261,9 +248,7 @@ def parse_engine_args(given: str | None) -> dict[str, Any]:
 def read_configs(files: list[Path]) -> dict[str, dict[str, Any] | None]:
     """Speculative configs by the names of their files.
 
-    Raises:
-        ValueError: a file that is no JSON object, a name that two files share, or JSON in a file's place.
-        OSError: a file cannot be read.
+    Raises ValueError: a file that is not a JSON object, a name that two files share, or JSON in a file's place.
     """
     configs: dict[str, dict[str, Any] | None] = {}
     for file in files:
@@ -272,8 +257,5 @@ def read_configs(files: list[Path]) -> dict[str, dict[str, Any] | None]:
         name = file.stem
         if name in configs or name == PLAIN:
             raise ValueError(f"--spec {file}: another row is called {name!r} already: rename the file")
-        config = options.parse_json("--spec", file, file.read_text())
-        if not isinstance(config, dict):
-            raise ValueError(f"--spec {file} is not an object: write what --speculative-config takes")
-        configs[name] = config
+        configs[name] = read_spec(str(file))
     return configs

@@ -1,121 +1,38 @@
-"""`crossspec demo`: every method beside plain generation, with the pocket models."""
+"""`crossspec demo`: every method beside plain generation, with the pocket models. `crossspec pocket`: their configs."""
 
 import json
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer import Option
+from typer import Argument, Option
 
-from vllm_crossspec.cli.compare import compare
-from vllm_crossspec.cli.options import AnswerTokens, TableFile
+from vllm_crossspec.cli import report
+from vllm_crossspec.cli.options import AnswerTokens, TableFile, name_list
 from vllm_crossspec.cli.prompts import read_prompts
-from vllm_crossspec.cli.rows import PLAIN, Row
-from vllm_crossspec.cli.runner import Job, Prompt, by_category
+from vllm_crossspec.cli.rows import ALL, PLAIN, Row
+from vllm_crossspec.cli.runner import Job, Measurement, Pass, Prompt, first_of_each
+from vllm_crossspec.names import counted, look_up
 from vllm_crossspec.pocket_models import find_pocket
 
-CHAIN = {"num_speculative_tokens": 7, "tree": {"type": "chain"}}
-TREE = {"tree": {"type": "dynamic", "depth": 8, "top_k": 10, "num_nodes": 60}}
-EAGLE3 = {"method": "eagle3", "model": "{pocket}/eagle3"}
-EAGLE3_LONGER = {"method": "eagle3", "model": "{pocket}/eagle3-longer"}
-DFLASH = {"method": "dflash", "model": "{pocket}/dflash", "num_speculative_tokens": 7}
-DFLASH_LONGER = {"method": "dflash", "model": "{pocket}/dflash-longer", "num_speculative_tokens": 15}
-DART = {"method": "dart", "model": "{pocket}/dart"}
-CONFU = {"method": "confu", "model": "{pocket}/confu"}
-DRAFT_MODEL = "{pocket}/draft-model"
-NGRAM = {"ngram": "{pocket}/ngram/store.safetensors"}
+_TABLE = json.loads(Path(__file__).with_name("methods.json").read_text())
+METHODS: dict[str, dict[str, Any] | None] = _TABLE["methods"]
+"""Every method of the demo and its --speculative-config; `{pocket}` is the folder of the pocket models.
 
-# Trees of which neither is always the better: the first two rows of whiflash keep to one drafter, for comparison.
-WHIFLASH_DRAFTERS: dict[str, dict[str, Any]] = {
-    "eagle3": {"model": "{pocket}/eagle3", "tree": {"type": "dynamic", "depth": 3, "top_k": 10, "num_nodes": 30}},
-    "dflash": {
-        "model": "{pocket}/dflash",
-        "num_speculative_tokens": 7,
-        "tree": {"type": "best_first", "num_nodes": 15},
-    },
-}
+`tree` is one of our keys: with it the drafter is our proposer, without it vLLM's own.
+"""
+for _config in METHODS.values():
+    if _config is not None and "drafters" in _config:
+        _config["drafters"] = _TABLE["drafters"][_config["drafters"]]
+PAIR: dict[str, dict[str, Any]] = _TABLE["drafters"]["pair"]
+"""Two drafters; which is better depends on the text."""
 
-# What a router by goodput chooses from: forms of two drafters, a lookup, and nothing.
-ARMS: dict[str, dict[str, Any]] = {
-    "tree": {"type": "eagle3", "model": "{pocket}/eagle3", **TREE},
-    "chain": {"of": "tree", "num_speculative_tokens": 4},
-    "dflash": {
-        "model": "{pocket}/dflash",
-        "num_speculative_tokens": 7,
-        "tree": {"type": "best_first", "num_nodes": 15},
-    },
-    "suffix": {"tree": {"num_nodes": 15}},
-    "plain": {"type": "nothing"},
-}
-
-METHODS: dict[str, dict[str, Any] | None] = {
-    PLAIN: None,
-    # `tree` is one of our keys: with it the drafter is our proposer, without it vLLM's own.
-    "eagle3": {**EAGLE3, **CHAIN},
-    "dflash": {**DFLASH, **CHAIN},
-    "eagle3-tree": {**EAGLE3, **TREE},
-    "dflash-tree": {**DFLASH, "tree": {"type": "best_first", "num_nodes": 60}},
-    # The paper's tree, `continuity`, pruned by n-grams; the same without them; and under another parallel drafter.
-    "dart": {**DART, **NGRAM},
-    "dart-nongram": DART,
-    "dflash-continuity": {**DFLASH, "tree": {"type": "continuity"}, **NGRAM},
-    # Three layers, blocks of 16, more training.
-    "dflash-longer-tree": {**DFLASH_LONGER, "tree": {"type": "best_first", "num_nodes": 60}},
-    "dflash-longer-continuity": {**DFLASH_LONGER, "tree": {"type": "continuity"}, **NGRAM},
-    # A small language model of its own, with its whole output layer and with clusters of it; and those for EAGLE-3.
-    "draft-model": {"method": "draft_model", "model": DRAFT_MODEL, **CHAIN},
-    "draft-model-tree": {"method": "draft_model", "model": DRAFT_MODEL, **TREE},
-    "flashhead": {
-        "method": "flashhead",
-        "model": DRAFT_MODEL,
-        "num_speculative_tokens": 7,
-        "head": "{pocket}/flashhead-draft-model",
-    },
-    "eagle3-flashhead": {**EAGLE3, "num_speculative_tokens": 7, "head": "{pocket}/flashhead-eagle3"},
-    # The tree of eagle3-tree, deeper and of fewer nodes where the drafter is sure of itself.
-    "eagle3-heterospec": {**EAGLE3, **TREE, "adaptive": "{pocket}/heterospec/calibration.json"},
-    # EAGLE-3 with a target that contemplates the future, and an EAGLE-3 that only trained as much longer.
-    "confu": {**CONFU, "num_speculative_tokens": 7},
-    "eagle3-longer": {**EAGLE3_LONGER, **CHAIN},
-    "confu-tree": {**CONFU, **TREE},
-    "eagle3-longer-tree": {**EAGLE3_LONGER, **TREE},
-    # Without weights: what followed the last tokens where they stood before.
-    "ngram": {"method": "ngram", **CHAIN},
-    "suffix": {"method": "suffix", "tree": {"num_nodes": 60}},
-    **{
-        f"arm-{name}": {"method": "whiflash", "drafters": ARMS, "router": {"policy": "fixed", "drafter": name}}
-        for name in ARMS
-        if name != "plain"
-    },
-    "whiflash-goodput": {"method": "whiflash", "drafters": ARMS, "router": {"policy": "goodput"}},
-    **{
-        f"whiflash-{name}": {"method": "whiflash", "drafters": WHIFLASH_DRAFTERS, "router": router}
-        for name, router in {
-            "eagle3": {"policy": "fixed", "drafter": "eagle3"},
-            "dflash": {"policy": "fixed", "drafter": "dflash"},
-            "entropy": {"policy": "entropy", "threshold": "auto", "model": "{pocket}/router"},
-            "neural": {"policy": "neural", "model": "{pocket}/router"},
-        }.items()
-    },
-}
-"""Every method of the demo and its --speculative-config; `{pocket}` is the folder of the pocket models."""
-
-HEADLINE = (
-    PLAIN,
-    "eagle3-tree",
-    "eagle3",
-    "dflash-tree",
-    "dart",
-    "confu",
-    "eagle3-heterospec",
-    "flashhead",
-    "whiflash-neural",
-)
+HEADLINE: list[str] = _TABLE["headline"]
 """What `crossspec demo` shows unless it is asked for others."""
 
-ALL_METHODS = "all"
 HEADLINE_PROMPTS = 2
 """Prompts of each category that the headline is shown on."""
 
@@ -126,9 +43,10 @@ PROOF = (
 )
 
 POCKET_FILES = ("config.json", "router.json", "store.safetensors", "calibration.json")
-"""Of which each pocket folder has one."""
+"""Each pocket folder has one of them."""
 
 TEMPERATURE, TOP_P = 0.8, 0.95
+BATCH_SIZE = 16
 SIDE_BY_SIDE = 4
 """Engines that run at a time where there are cores for them; each takes 1.5 GiB."""
 
@@ -138,7 +56,7 @@ def demo(
     methods: Annotated[
         str | None,
         Option(
-            help=f"Comma-separated, of: {', '.join(METHODS)}; or `{ALL_METHODS}`. "
+            help=f"Comma-separated, of: {', '.join(METHODS)}; or `{ALL}`. "
             f"Default: {', '.join(HEADLINE)}, on {HEADLINE_PROMPTS} prompts of each category."
         ),
     ] = None,
@@ -160,19 +78,19 @@ def demo(
 ) -> None:
     """Generate with the pocket target, plainly and with each method, and compare.
 
-    Real prompts in four categories (chat, math, code, agentic), all of a category as one batch, in float32,
-    each method in an engine of its own; on a CPU an engine takes one core, and as many run at a time as there
-    are cores. The table's columns:
+    The prompts are real, in four categories (chat, math, code, agentic), each one batch, in float32. Each method has an
+    engine of its own; on a CPU each engine takes a core, and as many run at a time as there are. The table's columns:
 
     tokens: generated, without the prompts.
 
     target calls: the target model's passes that gave a request tokens, one for its prompt and one a round,
     summed over requests. Counted as they happen.
 
-    acceptance length: tokens a round, the target's own included: 1 + accepted / rounds, vLLM's count. 1.00 for
-    plain.
+    acceptance length: tokens a round, the target's own included: 1 + accepted / rounds. 1.00 for plain.
 
-    verified tokens: rows that the target computed for them, draft tokens and the token before them.
+    rounds with drafts: rounds in which draft tokens were verified.
+
+    verified tokens: rows that the target computed in all rounds, draft tokens and the token before them.
 
     accepted per position: in how many rounds the first, second, ... draft token was accepted; percent here,
     counts in the JSON document.
@@ -190,39 +108,70 @@ def demo(
     chosen = first_of_each(read_prompts(prompts or demo_prompts()), limit)
     sampling = {"temperature": TEMPERATURE, "top_p": TOP_P, "seed": seed} if sampled else {"temperature": 0.0}
     sampling["max_tokens"] = max_tokens
-    jobs = [make_job(name, folder, chosen, sampling) for name in choose(methods)]
+    jobs = [job_of(name, METHODS[name], folder, chosen, sampling) for name in choose(methods)]
+    measurement = measurement_of(jobs)
     about = {"model": "pocket", "dtype": "float32", "sampling": sampling}
-    rows, runs = compare(jobs, about, json_file, side_by_side=SIDE_BY_SIDE)
+    files = report.Files(json_file)
+    files.check()
+    rows = report.measure(measurement, about, files, side_by_side=SIDE_BY_SIDE, has_speeds=False)
     typer.echo(PROOF)
-    if texts:
-        show_texts(chosen, runs[0].groups)
+    for category, group in measurement.runs[0].groups.items() if texts else ():  # plain's
+        first = next(prompt for prompt in chosen if prompt.category == category)
+        typer.secho(f"\n{category}: {first.turns[0]}", bold=True)
+        typer.echo(group["generations"][0]["text"])
     if not sampled:
         require_identical(rows)
+
+
+def print_pocket(
+    method: Annotated[
+        str | None, Argument(help="One of the demo's: print its --speculative-config.", show_default=False)
+    ] = None,
+) -> None:
+    """Print the folder of the pocket models, or what `vllm serve` takes as one method's --speculative-config.
+
+    Example: vllm serve "$(crossspec pocket)/target" --speculative-config "$(crossspec pocket eagle3-tree)"
+    """
+    if method is None:
+        typer.echo(find_pocket())
+        return
+    drafting = {name: config for name, config in METHODS.items() if config is not None}
+    typer.echo(json.dumps(located(look_up(method, drafting, "METHOD", "method"), find_pocket())))
+
+
+def measurement_of(jobs: Sequence[Job]) -> Measurement:
+    """All jobs once, and a line about each as soon as it and plain are done."""
+
+    def outcome(row: Row, number: int) -> str:
+        same = {None: "", True: ", every text plain's", False: ", [red]NOT plain's texts[/red]"}[row.identical_to_plain]
+        return (
+            f"{counted(row.num_tokens, 'token')} in {counted(row.num_target_calls, 'target call')}, "
+            f"{row.acceptance_length:.2f} a round, {row.seconds:.1f} s{same if row.method != PLAIN else ''} "
+            f"({number} of {len(jobs)})"
+        )
+
+    plan = [Pass(job.method, BATCH_SIZE, 0) for job in jobs]
+    return Measurement(jobs, plan, lambda one: one.method, outcome)
 
 
 def choose(methods: str | None) -> list[str]:
     """The methods to run, `plain` first: all are compared with it. Raises ValueError on an unknown name."""
     if methods is None:
-        return list(HEADLINE)
-    if methods.strip() == ALL_METHODS:
+        return HEADLINE
+    if methods.strip() == ALL:
         return list(METHODS)
-    asked = [name.strip() for name in methods.split(",") if name.strip()]
+    asked = [name for name in name_list(methods) if name]
     unknown = [name for name in asked if name not in METHODS]
     if unknown or not asked:
-        raise ValueError(f"--methods {methods}: choose from {', '.join(METHODS)}, or say `{ALL_METHODS}`")
+        raise ValueError(f"--methods {methods}: choose from {', '.join(METHODS)}, or say `{ALL}`")
     return [PLAIN, *(name for name in METHODS if name in asked and name != PLAIN)]
-
-
-def make_job(name: str, folder: Path, prompts: list[Prompt], sampling: dict[str, Any]) -> Job:
-    """What one method's engine is to do. Raises ValueError where a pocket model is missing."""
-    return job_of(name, METHODS[name], folder, prompts, sampling)
 
 
 def job_of(
     name: str, config: dict[str, Any] | None, folder: Path, prompts: list[Prompt], sampling: dict[str, Any]
 ) -> Job:
-    """The same for a method of one's own."""
-    engine: dict[str, Any] = {"model": str(folder / "target"), "dtype": "float32", "max_num_seqs": 16}
+    """What one method's engine is to do. Raises ValueError where a pocket model is missing."""
+    engine: dict[str, Any] = {"model": str(folder / "target"), "dtype": "float32", "max_num_seqs": BATCH_SIZE}
     if config is not None:
         engine["speculative_config"] = located(config, folder)
     for model in pocket_folders(config):
@@ -230,17 +179,12 @@ def job_of(
             raise ValueError(
                 f"{folder / model} holds no model: check out the repository whole, or train one (`crossspec train`)"
             )
-    return Job(method=name, engine=engine, sampling=sampling, prompts=prompts)
+    return Job(method=name, engine=engine, sampling=sampling, prompts=prompts, warm_up=False)
 
 
 def demo_prompts() -> Path:
     """The file of the demo's prompts. Raises ValueError where the pocket models are not installed."""
     return find_pocket() / "prompts.jsonl"
-
-
-def first_of_each(prompts: list[Prompt], limit: int | None) -> list[Prompt]:
-    """The first prompts of each category, or all of them."""
-    return [prompt for group in by_category(prompts).values() for prompt in group[:limit]]
 
 
 def pocket_folders(config: Any) -> list[str]:
@@ -253,14 +197,6 @@ def located(value: Any, folder: Path) -> Any:
     if isinstance(value, dict):
         return {key: located(inner, folder) for key, inner in value.items()}
     return value.replace("{pocket}", str(folder)) if isinstance(value, str) else value
-
-
-def show_texts(prompts: list[Prompt], groups: dict[str, dict[str, Any]]) -> None:
-    """Print plain's first text of each category."""
-    for category, group in groups.items():
-        first = next(prompt for prompt in prompts if prompt.category == category)
-        typer.secho(f"\n{category}: {first.turns[0]}", bold=True)
-        typer.echo(group["generations"][0]["text"])
 
 
 def require_identical(rows: list[Row]) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -17,20 +18,18 @@ GIB = 1 << 30
 
 
 def describe(runs: Sequence[Run], settings: dict[str, Any]) -> dict[str, Any]:
-    """Versions, command, commit, hardware, whether kernels were interpreted, and the run's settings.
+    """Versions, command, commit, hardware and the run's settings. All runs (one at least) had the same environment."""
+    ran = runs[0].environment
+    versions = {"vllm_crossspec": metadata.version("vllm-crossspec"), **ran["versions"]}
+    return {"versions": versions, **origin(), "hardware": {**hardware(), "device": ran["device"]}, **settings}
 
-    Args:
-        runs: at least one; all of them ran in the same environment.
-        settings: dtype, sampling and the like, as the command chose them.
-    """
-    environment = runs[0].environment
-    return {
-        "versions": {"vllm_crossspec": metadata.version("vllm-crossspec"), **environment["versions"]},
-        **origin(),
-        "hardware": {**hardware(), "device": environment["device"]},
-        "kernels_interpreted": environment["kernels_interpreted"],
-        **settings,
-    }
+
+def installed(*distributions: str) -> str | None:
+    """The version of the first of these that is installed."""
+    for name in distributions:
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
 
 
 def origin() -> dict[str, Any]:
@@ -52,6 +51,15 @@ def hardware() -> dict[str, Any]:
     }
 
 
+def available_gib() -> float:
+    """Of memory: what the system could give a process now."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        return int(lines["MemAvailable"].split()[0]) * 1024 / GIB
+    except (OSError, KeyError):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+
+
 def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -63,13 +71,14 @@ def _cpu_name() -> str:
 
 def commit() -> str | None:
     """The checkout's commit, with `-dirty` where files differ from it; None outside a checkout."""
-    folder = Path(__file__).resolve().parent
-    git = ["git", "-C", str(folder)]
+
+    def git(*words: str) -> str:
+        command = ["git", "-C", str(Path(__file__).resolve().parent), *words]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
     try:
-        head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
         # An installed copy may lie inside another project's checkout; only a tracked one is its own.
-        subprocess.run([*git, "ls-files", "--error-unmatch", Path(__file__).name], capture_output=True, check=True)
-        changes = subprocess.run([*git, "status", "--porcelain"], capture_output=True, text=True, check=True).stdout
+        git("ls-files", "--error-unmatch", Path(__file__).name)
+        return git("rev-parse", "HEAD") + ("-dirty" if git("status", "--porcelain") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
-    return head + ("-dirty" if changes.strip() else "")

@@ -30,7 +30,7 @@ TableFile = Annotated[Path | None, Option("--json", help="Write the table as one
 
 
 class EngineOptions(NamedTuple):
-    """How an engine is to run; what is None is left to vLLM."""
+    """How an engine is to run; vLLM decides about values of None."""
 
     chat: Annotated[
         bool | None, Option("--chat/--raw", help="Wrap prompts in the chat template. Default: if there is one.")
@@ -45,8 +45,8 @@ class EngineOptions(NamedTuple):
 
     def arguments(self, model: str, batch_size: int) -> dict[str, Any]:
         """Of vLLM's LLM."""
-        given = {name: value for name, value in self._asdict().items() if name != "chat"}
-        given["trust_remote_code"] = self.trust_remote_code or None
+        given = {**self._asdict(), "trust_remote_code": self.trust_remote_code or None}
+        del given["chat"]
         return {"model": model, "max_num_seqs": batch_size, **given}
 
 
@@ -70,7 +70,7 @@ class Answers(NamedTuple):
 
 
 def grouped(command: Callable[..., None]) -> Callable[..., None]:
-    """A command of which a parameter may be a NamedTuple of options; to typer these stand in its place."""
+    """A command whose parameters may be NamedTuples of options; typer sees the options themselves."""
     options: list[inspect.Parameter] = []
     groups: dict[str, Any] = {}
     for parameter in inspect.signature(command).parameters.values():
@@ -100,7 +100,7 @@ def check_file(option: str, file: Path | None) -> None:
 
 
 def parse_json(option: str, given: object, text: str) -> Any:
-    """What a user wrote as JSON. Raises ValueError, which names the place that is none."""
+    """What a user wrote as JSON. Raises ValueError, which names the line that is wrong."""
     try:
         return json.loads(text)
     except json.JSONDecodeError as problem:
@@ -108,7 +108,6 @@ def parse_json(option: str, given: object, text: str) -> Any:
 
 
 def write_json(file: Path | None, document: dict[str, Any]) -> None:
-    """Write the document where one is wanted."""
     if file is not None:
         file.write_text(json.dumps(document, indent=2) + "\n")
 
@@ -122,5 +121,4 @@ def integers(option: str, given: str, what: str) -> list[int]:
 
 
 def name_list(given: str) -> list[str]:
-    """Comma-separated names."""
     return [name.strip() for name in given.split(",")]

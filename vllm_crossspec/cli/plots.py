@@ -33,15 +33,10 @@ def draw(rows: Sequence[Row]) -> Iterator[str]:
         with plt.rc_context(STYLE):
             figure, axes = plt.subplots(figsize=SIZE, layout="constrained")
             if plot(axes, chosen, colours):
-                yield _svg(figure)
+                content = io.StringIO()
+                figure.savefig(content, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
+                yield content.getvalue()[content.getvalue().index("<svg") :]
             plt.close(figure)
-
-
-def _svg(figure: Any) -> str:
-    content = io.StringIO()
-    figure.savefig(content, format="svg", metadata=dict.fromkeys(("Creator", "Date", "Format", "Type")))
-    text = content.getvalue()
-    return text[text.index("<svg") :]
 
 
 def _grouped(axes: Any, groups: Sequence[Any], bars: dict[str, list[Any]], colours: dict[str, str]) -> None:
@@ -64,12 +59,11 @@ def _speeds(axes: Any, rows: Sequence[Row], colours: dict[str, str]) -> bool:
     found = {(row.method, row.batch_size): row for row in rows if row.category == ALL}
     sizes = sorted({size for _, size in found})
     has_plain = any(row.speedup is not None for row in found.values())
+    what = "speedup" if has_plain else "tokens_per_second"
 
     def bar(row: Row | None) -> tuple[float, ...] | None:
-        middle, ends = (None, None) if row is None else (row.tokens_per_second, row.tokens_per_second_range)
-        if row is not None and has_plain:
-            middle, ends = row.speedup, row.speedup_range
-        return None if middle is None else (middle, *(ends or ()))
+        middle = getattr(row, what, None)
+        return None if middle is None else (middle, *getattr(row, f"{what}_range"))
 
     names = [name for name in colours if name != PLAIN or not has_plain]
     _grouped(axes, sizes, {name: [bar(found.get((name, size))) for size in sizes] for name in names}, colours)

@@ -1,13 +1,10 @@
-"""Processes that engines run in: started anew, or forked from one that has imported vLLM already.
+"""Engines, each in a process of its own that follows orders. Nothing here imports vLLM.
 
-Importing vLLM takes ten seconds of a processor, starting an engine with a small model less than one. So on a machine
-without a GPU the first engine starts a server of forks (:mod:`vllm_crossspec.engine.jobs.forks`), and every later one
-begins where it left off. Nothing here imports vLLM.
+The platform starts the process, or a new Python does. The two sides talk through a job file, a pipe of orders and a
+pipe of events; :mod:`vllm_crossspec.jobs.offline` is the other side, and has what they say.
 """
 
-import importlib.util
 import json
-import multiprocessing
 import os
 import re
 import select
@@ -15,18 +12,15 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from multiprocessing import forkserver
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeAlias
+from typing import IO, Any
 
 from vllm_crossspec.names import DEBUG_VARIABLE
+from vllm_crossspec.platform import platform
 
-CHILD_MODULE = "vllm_crossspec.engine.jobs.offline"
-PRELOADED = "vllm_crossspec.engine.jobs.preload"
+CHILD_MODULE = "vllm_crossspec.jobs.offline"
 CHILD_DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -41,9 +35,6 @@ The KV cache size, in GiB, is the CPU's. On a GPU vLLM's attention in float32 wo
 BOUND_CORES = "VLLM_CPU_OMP_THREADS_BIND"
 """Environment variable: the cores that vLLM's threads keep to on a CPU."""
 
-READ_AT_IMPORT = ("TRITON_", "VLLM_", "TORCH", "HF_", "LD_", "PYTHON", "OMP_", "GLIBC_")
-"""How variables begin that vLLM or what it stands on reads when it is imported: another value, another server."""
-
 NO_MODEL = re.compile(
     "couldn't connect to 'https?:|not a valid model identifier|not appear to have a file named|not a local folder"
 )
@@ -52,36 +43,35 @@ NO_MODEL = re.compile(
 LOG_TAIL_LINES = 15
 POLL_SECONDS = 1.0
 
+Event = dict[str, Any]
+Process = Any
+"""A ``subprocess.Popen``, or what stands for one on a platform: it has a ``pid``, ``poll`` and ``wait``."""
+
 
 class EngineError(RuntimeError):
     """An engine process ended without its results; the message is what a user can go by."""
 
 
-EngineProcess: TypeAlias = "_Started | _Forked"
-"""An engine's process, however it was started."""
-
-Starter = Callable[[str, Path, int, Path, dict[str, str], Sequence[int]], EngineProcess]
-
-
 @contextmanager
 def engine_process(
     job_file: Path, log_file: Path, module: str | None = None, cores: Sequence[int] = ()
-) -> Iterator[tuple[EngineProcess, Iterator[dict[str, Any]]]]:
+) -> Iterator[tuple[Process, Iterator[Event]]]:
     """The process and its events; on the way out the process and everything that it started are gone.
 
+    Raises ValueError: no engine can run on this machine; the message says what to do.
+
     Args:
-        job_file: what the module reads.
         log_file: takes what the process prints.
-        module: that the process runs, with the file and a descriptor for its events; None is the demo's.
-        cores: that the process keeps to; none for all. On a CPU only.
+        module: that the process runs, with the job's file and a descriptor for its events; None is the demo's.
+        cores: that the process keeps to; none for all. Where the platform's engines compute on cores only.
     """
+    if problem := platform().problem():
+        raise ValueError(problem)
     read_end, write_end = os.pipe()
     environment = {**CHILD_DEFAULTS, **os.environ, "PWD": os.getcwd()}
-    if cores:
-        environment[BOUND_CORES] = ",".join(map(str, cores))
-    start: Starter = _fork if _can_fork() else _start
+    arguments = (module or CHILD_MODULE, job_file, write_end, log_file, environment, cores)
     try:
-        process = start(module or CHILD_MODULE, job_file, write_end, log_file, environment, cores)
+        process = platform().start(*arguments) or _start(*arguments)
     except BaseException:
         os.close(read_end)
         raise
@@ -96,60 +86,82 @@ def engine_process(
         _end(process)
 
 
-def engine_events(
+class Engine:
+    """An engine that follows orders, by :func:`started`; ``about``: what runs, and the ``seconds`` of its start."""
+
+    def __init__(self, name: str, orders: IO[str], events: Iterator[Event]) -> None:
+        self._name, self._orders, self._events = name, orders, events
+        (*_, self.about) = self._until("ready")
+
+    def follow(self, **order: Any) -> Iterator[Event]:
+        """Give an order; what the engine says until it is carried out. Raises as :func:`started`."""
+        print(json.dumps(order), file=self._orders, flush=True)
+        yield from self._until("done")
+
+    def _until(self, last: str) -> Iterator[Event]:
+        for event in self._events:
+            yield event
+            if event["event"] == last:
+                return
+        raise EngineError(f"{self._name}: the engine's process ended before it was through")
+
+
+@contextmanager
+def started(
     name: str, job: Mapping[str, Any], module: str | None = None, cores: Sequence[int] = ()
-) -> Generator[dict[str, Any]]:
-    """Run a job in a process of its own; its events.
+) -> Iterator[Engine]:
+    """An engine in a process of its own, up until the end of the block.
+
+    Raises ValueError: the engine refused the job; the message is its sentence. Raises EngineError: the process died;
+    the message ends with the last lines of its log.
 
     Args:
         name: of the job in messages; an event that names another ``method`` is about that one.
         job: what the module reads.
-        module: as of :func:`engine_process`, like ``cores``.
-        cores: that the process keeps to; none for all.
-
-    Raises:
-        ValueError: the engine refused the job; the message is its sentence.
-        EngineError: the process died; the message ends with the last lines of its log.
+        module, cores: as of :func:`engine_process`.
     """
     with tempfile.TemporaryDirectory(prefix="crossspec-") as folder:
-        job_file, log_file = Path(folder, "job.json"), Path(folder, "log.txt")
-        job_file.write_text(json.dumps(job))
-        with engine_process(job_file, log_file, module, cores) as (process, events):
-            for event in events:
-                name = event.get("method", name)
-                if event["event"] == "error":
-                    raise ValueError(f"{name}: {event['message']}")
-                yield event
-            status = process.wait()
-        if status:
-            raise EngineError(post_mortem(name, status, log_file.read_text(errors="replace")))
+        job_file, log_file, pipe = (Path(folder, file) for file in ("job.json", "log.txt", "orders"))
+        os.mkfifo(pipe)
+        job_file.write_text(json.dumps({**job, "orders": str(pipe)}))
+        # Open at both ends, or it would wait here for the engine to open the other.
+        with (
+            open(os.open(pipe, os.O_RDWR), "w") as orders,
+            engine_process(job_file, log_file, module, cores) as (process, events),
+        ):
+            heard = _heard(name, process, events, log_file)
+            yield Engine(name, orders, heard)
+            orders.close()  # it ends by itself, with all that it started
+            for _ in heard:
+                pass
 
 
-_running: list[EngineProcess] = []
+def _heard(name: str, process: Process, events: Iterator[Event], log_file: Path) -> Iterator[Event]:
+    for event in events:
+        name = event.get("method", name)
+        if event["event"] == "error":
+            raise ValueError(f"{name}: {event['message']}")
+        yield event
+    if status := process.wait():
+        raise EngineError(post_mortem(name, status, log_file.read_text(errors="replace")))
+
+
+_running: list[Process] = []
 
 
 def end_all() -> None:
-    """End every engine's process; whoever waits for one sees it end."""
+    """End every engine's process."""
     for process in list(_running):
         _end(process)
 
 
-class _Started(subprocess.Popen[bytes]):
-    """A process of its own from the beginning."""
-
-    def wait(self, timeout: float | None = None) -> int | None:  # type: ignore[override]
-        """The status; None if it still runs after the timeout, in seconds."""
-        try:
-            return super().wait(timeout)
-        except subprocess.TimeoutExpired:
-            return None
-
-
 def _start(
     module: str, job_file: Path, events: int, log_file: Path, environment: dict[str, str], cores: Sequence[int]
-) -> EngineProcess:
+) -> subprocess.Popen[bytes]:
+    if cores:
+        environment = {**environment, BOUND_CORES: ",".join(map(str, cores))}
     with log_file.open("ab") as log:
-        return _Started(
+        return subprocess.Popen(
             [sys.executable, "-m", module, str(job_file), str(events)],
             stdout=log,
             stderr=log,
@@ -161,90 +173,7 @@ def _start(
         )
 
 
-class _Forked:
-    """A fork of the server; ``poll`` and ``wait`` are as of :class:`_Started`."""
-
-    def __init__(self, process: Any) -> None:
-        self._process, self.pid = process, process.pid
-
-    def poll(self) -> int | None:
-        return self.wait(0)
-
-    def wait(self, timeout: float | None = None) -> int | None:
-        self._process.join(timeout)
-        status: int | None = self._process.exitcode
-        return status
-
-
-_server_environment: list[dict[str, str]] = []
-"""What the server of forks was started with, of :data:`READ_AT_IMPORT`; empty before."""
-
-_lock = threading.Lock()
-"""Around what two threads that start an engine each must not do at once: it changes this process for a moment."""
-
-
-def _can_fork() -> bool:
-    """Whether the server of forks serves an engine: on Linux without a GPU, if nothing that it has read has changed."""
-    if not sys.platform.startswith("linux") or not is_cpu_lane():
-        return False
-    with _lock:
-        whole = {**CHILD_DEFAULTS, **os.environ}
-        read = {name: value for name, value in whole.items() if name.startswith(READ_AT_IMPORT)}
-        if not _server_environment:
-            _server_environment.append(read)
-        return read == _server_environment[0]
-
-
-def is_cpu_lane() -> bool:
-    """Whether kernels run on this machine's processor; the lane then has set the variables that it stands on."""
-    if importlib.util.find_spec("crossspec_cpu_lane") is None:
-        return False
-    from crossspec_cpu_lane import is_usable
-
-    return bool(is_usable())
-
-
-def _fork(
-    module: str, job_file: Path, events: int, log_file: Path, environment: dict[str, str], cores: Sequence[int]
-) -> EngineProcess:
-    from multiprocessing.connection import Connection
-
-    from vllm_crossspec.engine.jobs import forks
-
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([PRELOADED])
-    connection = Connection(os.dup(events), readable=False)
-    arguments = (module, str(job_file), connection, str(log_file), environment, list(cores))
-    process = context.Process(target=forks.run, args=arguments)
-    try:
-        with _lock, _as_the_server_sees_it():
-            forkserver.ensure_running()
-            process.start()
-    except (EOFError, OSError):  # the server is gone: whatever ended it, an engine of its own says it better
-        return _start(module, job_file, events, log_file, environment, cores)
-    finally:
-        connection.close()
-    return _Forked(process)
-
-
-@contextmanager
-def _as_the_server_sees_it() -> Iterator[None]:
-    """Hand the server, which imports vLLM, what an engine's environment has; and no fork this program's own module.
-
-    Python imports the main module of whoever asks for a fork into the fork: a script without a guard would run again.
-    """
-    added, main = [name for name in CHILD_DEFAULTS if name not in os.environ], sys.modules["__main__"]
-    os.environ.update({name: CHILD_DEFAULTS[name] for name in added})
-    sys.modules["__main__"] = ModuleType("__main__")
-    try:
-        yield
-    finally:
-        sys.modules["__main__"] = main
-        for name in added:
-            os.environ.pop(name, None)
-
-
-def _events(read_end: int, process: EngineProcess) -> Iterator[dict[str, Any]]:
+def _events(read_end: int, process: Process) -> Iterator[Event]:
     """JSON lines until the pipe closes, or the process has ended (a child of its may hold the pipe open)."""
     pending = b""
     while True:
@@ -259,7 +188,7 @@ def _events(read_end: int, process: EngineProcess) -> Iterator[dict[str, Any]]:
             return
 
 
-def _end(process: EngineProcess) -> None:
+def _end(process: Process) -> None:
     """End the engine process's own session: vLLM's engine core and workers, if it has any, are in it."""
     for sign, patience in ((signal.SIGTERM, 10.0), (signal.SIGKILL, None)):
         try:
@@ -269,7 +198,8 @@ def _end(process: EngineProcess) -> None:
                 break
             with suppress(ProcessLookupError):
                 os.kill(process.pid, sign)
-        process.wait(patience)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(patience)
     process.wait()
 
 

@@ -20,15 +20,9 @@ Row = dict[str, Any]
 
 
 def read_prompts(path: Path, form: str | None = None) -> list[Prompt]:
-    """Read a prompt file.
+    """The prompts of a file, as :func:`json_rows` reads it; the form is one of :data:`FORMATS`, told by its first row.
 
-    Args:
-        path: of JSON lines, or of one JSON list; it may be compressed (`.gz`).
-        form: one of :data:`FORMATS`; None tells it from the first row.
-
-    Raises:
-        ValueError: a row that cannot be used, by file and line number, or a file without rows.
-        OSError: the file cannot be read.
+    Raises ValueError: a row that cannot be used, by file and line number, or a file without rows.
     """
     prompts = []
     for row, where in json_rows(path):
@@ -42,28 +36,12 @@ def read_prompts(path: Path, form: str | None = None) -> list[Prompt]:
 def json_rows(path: Path) -> Iterator[tuple[Row, str]]:
     """Objects of a file of JSON lines or of one JSON list (it may be compressed), and where each is from.
 
-    Raises:
-        ValueError: what is no JSON, or no object, by file and line number.
-        OSError: the file cannot be read.
+    Raises ValueError: what is not JSON, or not an object, by file and line number.
     """
     try:
         text = _read(path).decode("utf-8-sig")
     except (UnicodeDecodeError, gzip.BadGzipFile, EOFError, zlib.error) as problem:
         raise ValueError(f"{path} is not a text file in UTF-8: save it as UTF-8 JSON lines") from problem
-    yield from _rows(text, path)
-
-
-def _read(path: Path) -> bytes:
-    if path.suffix != ".gz":
-        return path.read_bytes()
-    with gzip.open(path) as file:
-        content = file.read(MAX_UNPACKED + 1)
-    if len(content) > MAX_UNPACKED:
-        raise ValueError(f"{path} holds more than {MAX_UNPACKED} bytes: unpack it, and give the file that comes out")
-    return content
-
-
-def _rows(text: str, path: Path) -> Iterator[tuple[Row, str]]:
     found: list[tuple[Any, str]] = []
     if text.lstrip().startswith("["):
         try:
@@ -82,6 +60,35 @@ def _rows(text: str, path: Path) -> Iterator[tuple[Row, str]]:
         yield row, where
 
 
+def parquet_rows(path: Path) -> Iterator[tuple[Row, str]]:
+    """Rows of a Parquet file without their nulls, and where each is from; dates are texts.
+
+    Where one row has a parameter, Parquet has its column in all. Raises ValueError where it is no such file.
+    """
+    import pyarrow
+    from pyarrow import parquet
+
+    with path.open("rb") as file:
+        try:
+            found = parquet.ParquetFile(file).read().to_pylist()
+        except (pyarrow.ArrowException, OSError) as problem:
+            said = str(problem).partition("\n")[0]
+            raise ValueError(f"{path} is no Parquet file, or damaged ({said}): write it again") from None
+    text = json.dumps(found, default=str)
+    rows = json.loads(text, object_hook=lambda row: {key: value for key, value in row.items() if value is not None})
+    yield from ((row, f"{path}, row {number}") for number, row in enumerate(rows, 1))
+
+
+def _read(path: Path) -> bytes:
+    if path.suffix != ".gz":
+        return path.read_bytes()
+    with gzip.open(path) as file:
+        content = file.read(MAX_UNPACKED + 1)
+    if len(content) > MAX_UNPACKED:
+        raise ValueError(f"{path} holds more than {MAX_UNPACKED} bytes: unpack it, and give the file that comes out")
+    return content
+
+
 def _parse(line: str, where: str) -> Any:
     try:
         return json.loads(line)
@@ -91,13 +98,8 @@ def _parse(line: str, where: str) -> Any:
         raise ValueError(f"{where} is JSON of too many levels: write one object a line") from None
 
 
-MARKS = {
-    # What a row has that is of this format; prompts and turns may be ours or a benchmark's.
-    "humaneval": "entry_point",
-    "sharegpt": "conversations",
-    "gsm8k": "question",
-    "math-500": "problem",
-}
+MARKS = {"humaneval": "entry_point", "sharegpt": "conversations", "gsm8k": "question", "math-500": "problem"}
+"""What a row has that is of this format; prompts and turns may be ours or a benchmark's."""
 
 
 def _tell(row: Row, where: str) -> str:
@@ -132,7 +134,7 @@ def _turns_alone(row: Row, where: str) -> list[Prompt]:
 
 
 def _under(key: str, category: str) -> Callable[[Row, str], list[Prompt]]:
-    """Rows of which one key is the prompt, all of one category."""
+    """Rows with the prompt under one key, all of one category."""
 
     def parse(row: Row, where: str) -> list[Prompt]:
         text = row.get(key)

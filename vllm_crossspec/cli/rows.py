@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-ALL = "all"
-PLAIN = "plain"
+ALL, PLAIN = "all", "plain"
 PERCENTILES = (50, 90, 99)
 DRAWS = 1000
 """Of the bootstrap."""
@@ -27,7 +26,7 @@ class Run:
     Attributes:
         method: `plain` or a method's name.
         environment: what ran.
-        groups: by category, seconds, one record per generation and one of its times.
+        groups: by category, the engine's ``group`` event (:mod:`vllm_crossspec.jobs.offline`).
         batch_size: most requests at a time.
         repeat: how many times it had answered them before, counted runs only.
     """
@@ -41,46 +40,26 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One row of the table; the fields are those of the JSON document.
+    """One row of the table; the fields are those of the JSON document, and docs/use/benchmarking.md explains each.
 
-    Counts are of the first repeat, times of all of them.
+    Counts are of the first repeat, times are medians of all of them. Rounds without drafts count in all that is said of
+    rounds.
 
     Attributes:
-        method: `plain` or a method's name.
         category: of the prompts, or `all`.
-        num_prompts: prompts answered; a row with several turns counts each.
-        num_tokens: generated, without the prompts.
-        num_target_calls: sum over requests of the target's passes that gave the request tokens: one for its
-            prompt and one a round. Counted as they happen, for `plain` as for the others.
-        num_verified_tokens: rows that the target computed in these rounds: draft tokens, and the token before them;
-            prompts are left out. None where the engine did not say.
-        acceptance_length: tokens a round, the target's own included: 1 + accepted / rounds; 1.0 for `plain`.
+        num_verified_tokens: None where the engine did not say.
+        acceptance_length: 1.0 for `plain`.
         accepted_per_position: [K] number of rounds in which the first, second, ... draft token was accepted.
         identical_to_plain: whether every prompt's tokens equal plain's of the same batch size, in every repeat; None
             where plain was not run.
-        seconds: wall-clock of the generation, without starting the engine; the median of the repeats.
-        seconds_by_repeat: that of each.
-        batch_size: most requests at a time.
-        repeats: how many times all prompts were answered.
-        acceptance_interval: where 95 % of the acceptance lengths lie that drawing other prompts (bootstrap) would give;
-            None of fewer than two prompts, and without drafts.
-        num_rounds: target calls that verified a draft (or, for `plain`, decoded a token); of the first repeat, as all
-            counts are.
-        rounds_by_repeat: the same of each: a router that learns needs other ones the next time.
-        tokens_per_call: tokens by target calls, the prompts' own among them.
-        tokens_per_round: tokens by rounds, the prompts' own left out of both. Unlike the acceptance length it does not
-            have what is accepted past the end of a text.
-        num_draft_tokens: that vLLM's scheduler planned: of a tree all its nodes, of ConFu its contemplate rows, too.
-        acceptance_rate: accepted by planned draft tokens, as vLLM's own; small for trees, of which one path can be
-            accepted. None without drafts.
-        tokens_per_second: of all requests together; the median of the repeats.
-        tokens_per_second_range: the least and the most of them.
-        speedup: median over the repeats of tokens a second by plain's of the same repeat; None without plain.
-        speedup_range: the least and the most of them.
-        ttft: seconds from a request's arrival to its first output.
-        tpot: seconds a token after the first output, of every request that has more.
-        itl: seconds between two outputs of a request; one output may bring several tokens.
-        route_shares: part of the rounds of all repeats that each drafter was routed to; None where nothing is routed.
+        seconds: wall-clock of the generation, without starting the engine.
+        acceptance_interval: None of fewer than two prompts, and without drafts.
+        rounds_by_repeat: a router that learns needs other ones the next time.
+        tokens_per_round: unlike the acceptance length it does not have what is accepted past the end of a text.
+        num_draft_tokens: that vLLM's scheduler planned: of a tree all its nodes, and contemplate rows, too.
+        speedup: tokens a second by plain's of the same repeat; None without plain.
+        ttft, tpot, itl: seconds.
+        route_shares: of the rounds of all repeats, by drafter; None where nothing is routed.
         round_shares: of a round of this batch size, over all categories: parts `target`, `draft` and `rest`, and its
             `seconds`; None where it was not measured.
     """
@@ -100,6 +79,7 @@ class Row:
     repeats: int
     acceptance_interval: list[float] | None
     num_rounds: int
+    num_drafted_rounds: int
     rounds_by_repeat: list[int]
     tokens_per_call: float | None
     tokens_per_round: float | None
@@ -128,9 +108,8 @@ def rows(runs: Sequence[Run], plain: Run | None = None, shares: Shares | None = 
         plain: what texts and times are compared with, too; runs of that name among the others are.
         shares: of the rounds.
     """
-    baselines = {
-        (run.batch_size, run.repeat): run for run in [*runs, *([plain] if plain else [])] if run.method == PLAIN
-    }
+    known = [*runs, plain] if plain is not None else runs
+    baselines = {(run.batch_size, run.repeat): run for run in known if run.method == PLAIN}
     settings: dict[tuple[str, int], list[Run]] = {}
     for run in runs:
         settings.setdefault((run.method, run.batch_size), []).append(run)
@@ -140,78 +119,77 @@ def rows(runs: Sequence[Run], plain: Run | None = None, shares: Shares | None = 
     return found
 
 
+class _Part:
+    """What one engine did with the prompts of some categories."""
+
+    def __init__(self, run: Run, names: Sequence[str]) -> None:
+        groups = [run.groups[name] for name in names]
+        self.generations = [generation for group in groups for generation in group["generations"]]
+        self.seconds = float(sum(group["seconds"] for group in groups))
+        self.texts = [generation["token_ids"] for generation in self.generations]
+        self.num_tokens = sum(map(len, self.texts))
+        self.num_rounds = [generation["num_target_calls"] - 1 for generation in self.generations]
+        self.speed = self.num_tokens / self.seconds if self.seconds else None
+
+
 def _rows_of(
     repeats: list[Run], baselines: Mapping[tuple[int, int], Run], shares: dict[str, float] | None
 ) -> Iterator[Row]:
-    first = repeats[0]
-    pairs = [(run, plain) for run in repeats if (plain := baselines.get((run.batch_size, run.repeat))) is not None]
-    for category in [*first.groups, ALL]:
-        names = list(first.groups) if category == ALL else [category]
-        generations = list(_of(first, names, "generations"))
-        counts = [first.groups[name].get("num_verified_tokens", -1) for name in names]
-        accepted = accepted_per_position([g["accepted_histogram"] for g in generations])
-        num_drafts = sum(sum(g["accepted_histogram"]) for g in generations)
-        num_planned = sum(g.get("num_draft_tokens", 0) for g in generations)
-        num_tokens = sum(len(g["token_ids"]) for g in generations)
-        num_calls = sum(g["num_target_calls"] for g in generations)
-        rounds = [sum(g["num_target_calls"] - 1 for g in _of(run, names, "generations")) for run in repeats]
-        num_rounds = rounds[0]
-        speeds = [speed for run in repeats if (speed := _speed(run, names)) is not None]
-        ratios = [
-            mine / theirs for run, plain in pairs if (mine := _speed(run, names)) and (theirs := _speed(plain, names))
-        ]
-        timings = [timing for run in repeats for timing in _of(run, names, "timings")]
-        lengths = [len(g["token_ids"]) for run in repeats for g in _of(run, names, "generations")]
+    run = repeats[0]
+    for category in [*run.groups, ALL]:
+        names = list(run.groups) if category == ALL else [category]
+        parts = [_Part(one, names) for one in repeats]
+        plains = [baselines.get((one.batch_size, one.repeat)) for one in repeats]
+        pairs = [(mine, _Part(one, names)) for mine, one in zip(parts, plains, strict=True) if one is not None]
+        first, num_texts = parts[0], len(parts[0].texts)
+        histograms = [generation["accepted_histogram"] for generation in first.generations]
+        accepted, num_rounds = accepted_per_position(histograms), sum(first.num_rounds)
+        num_calls, num_accepted = num_rounds + num_texts, sum(accepted)
+        num_planned = sum(generation.get("num_draft_tokens", 0) for generation in first.generations)
+        verified = [run.groups[name].get("num_verified_tokens", -1) for name in names]
+        seconds = [part.seconds for part in parts]
+        speed, speed_range = _middle([part.speed for part in parts if part.speed is not None])
+        speedup, speedup_range = _middle([a.speed / b.speed for a, b in pairs if a.speed and b.speed])
+        timed = [generation for part in parts for generation in part.generations if "times" in generation]
         yield Row(
-            method=first.method,
+            method=run.method,
             category=category,
-            num_prompts=len(generations),
-            num_tokens=num_tokens,
+            num_prompts=num_texts,
+            num_tokens=first.num_tokens,
             num_target_calls=num_calls,
-            num_verified_tokens=None if -1 in counts else sum(counts),
-            acceptance_length=1.0 + sum(accepted) / num_drafts if num_drafts else 1.0,
-            acceptance_interval=acceptance_interval([g["accepted_histogram"] for g in generations]),
+            num_verified_tokens=None if -1 in verified else sum(verified),
+            acceptance_length=1.0 + num_accepted / num_rounds if num_rounds else 1.0,
+            acceptance_interval=acceptance_interval(histograms, first.num_rounds),
             accepted_per_position=accepted,
-            identical_to_plain=all(_identical(*pair, names) for pair in pairs) if pairs else None,
-            seconds=statistics.median(seconds := [_seconds(run, names) for run in repeats]),
+            identical_to_plain=all(mine.texts == plain.texts for mine, plain in pairs) if pairs else None,
+            seconds=statistics.median(seconds),
             seconds_by_repeat=seconds,
-            batch_size=first.batch_size,
+            batch_size=run.batch_size,
             repeats=len(repeats),
             num_rounds=num_rounds,
-            rounds_by_repeat=rounds,
-            tokens_per_call=num_tokens / num_calls if num_calls else None,
-            tokens_per_round=(num_tokens - len(generations)) / num_rounds if num_rounds else None,
+            num_drafted_rounds=sum(map(sum, histograms)),
+            rounds_by_repeat=[sum(part.num_rounds) for part in parts],
+            tokens_per_call=first.num_tokens / num_calls if num_calls else None,
+            tokens_per_round=(first.num_tokens - num_texts) / num_rounds if num_rounds else None,
             num_draft_tokens=num_planned,
-            acceptance_rate=sum(accepted) / num_planned if num_planned else None,
-            tokens_per_second=statistics.median(speeds) if speeds else None,
-            tokens_per_second_range=[min(speeds), max(speeds)] if speeds else None,
-            speedup=statistics.median(ratios) if ratios else None,
-            speedup_range=[min(ratios), max(ratios)] if ratios else None,
-            ttft=percentiles(timing["ttft"] for timing in timings),
+            acceptance_rate=num_accepted / num_planned if num_planned else None,
+            tokens_per_second=speed,
+            tokens_per_second_range=speed_range,
+            speedup=speedup,
+            speedup_range=speedup_range,
+            ttft=percentiles(g["ttft"] for g in timed),
             tpot=percentiles(
-                (timing["times"][-1] - timing["times"][0]) / (length - 1)
-                for timing, length in zip(timings, lengths, strict=False)
-                if len(timing["times"]) > 1
+                (g["times"][-1] - g["times"][0]) / (len(g["token_ids"]) - 1) for g in timed if len(g["times"]) > 1
             ),
-            itl=percentiles(gap for t in timings for gap in (b - a for a, b in itertools.pairwise(t["times"]))),
-            route_shares=_route_shares([run.groups[name].get("routes", {}) for run in repeats for name in names]),
+            itl=percentiles(b - a for g in timed for a, b in itertools.pairwise(g["times"])),
+            route_shares=_route_shares([one.groups[name].get("routes", {}) for one in repeats for name in names]),
             round_shares=shares,
         )
 
 
-def _of(run: Run, names: Sequence[str], what: str) -> Iterator[dict[str, Any]]:
-    for name in names:
-        yield from run.groups[name].get(what, [])
-
-
-def _seconds(run: Run, names: Sequence[str]) -> float:
-    return float(sum(run.groups[name]["seconds"] for name in names))
-
-
-def _speed(run: Run, names: Sequence[str]) -> float | None:
-    """Tokens a second."""
-    seconds = _seconds(run, names)
-    return sum(len(g["token_ids"]) for g in _of(run, names, "generations")) / seconds if seconds else None
+def _middle(values: Sequence[float]) -> tuple[float, list[float]] | tuple[None, None]:
+    """The median, and the least and the most."""
+    return (statistics.median(values), [min(values), max(values)]) if values else (None, None)
 
 
 def percentiles(values: Iterable[float]) -> Percentiles | None:
@@ -222,32 +200,27 @@ def percentiles(values: Iterable[float]) -> Percentiles | None:
     return {f"p{p}": float(value) for p, value in zip(PERCENTILES, np.percentile(found, PERCENTILES), strict=True)}
 
 
-def acceptance_interval(histograms: Sequence[Sequence[int]], seed: int = 0) -> list[float] | None:
+def acceptance_interval(histograms: Sequence[Sequence[int]], num_rounds: Sequence[int]) -> list[float] | None:
     """The bootstrap's 95 % interval of the acceptance length, over texts.
 
     Args:
         histograms: of each text, how many of its rounds accepted 0, 1, ... draft tokens; empty where none was drafted.
-        seed: of the draws.
+        num_rounds: of each text, with and without drafts; texts of one token have none and are left out.
     """
-    texts = [histogram for histogram in histograms if sum(histogram)]
-    if len(texts) < 2:
+    texts = [(histogram, count) for histogram, count in zip(histograms, num_rounds, strict=True) if count]
+    if len(texts) < 2 or not any(sum(histogram) for histogram, _ in texts):
         return None
-    rounds = np.array([sum(histogram) for histogram in texts])
-    accepted = np.array([sum(i * count for i, count in enumerate(histogram)) for histogram in texts])
-    picks = np.random.default_rng(seed).integers(0, len(texts), (DRAWS, len(texts)))
+    rounds = np.array([count for _, count in texts])
+    accepted = np.array([sum(i * count for i, count in enumerate(histogram)) for histogram, _ in texts])
+    picks = np.random.default_rng(0).integers(0, len(texts), (DRAWS, len(texts)))
     lengths = 1.0 + accepted[picks].sum(1) / rounds[picks].sum(1)
     return [float(bound) for bound in np.quantile(lengths, [0.025, 0.975])]
 
 
 def accepted_per_position(histograms: Sequence[Sequence[int]]) -> list[int]:
-    """From "how many rounds accepted j tokens" to "how many rounds accepted the i-th token".
+    """From "how many rounds accepted j tokens" [K + 1] of each text to "how many accepted the i-th token" [K].
 
-    Args:
-        histograms: one per generation, each [K + 1] or empty.
-
-    Returns:
-        [K] counts, up to the last position that was ever accepted (a tree of many nodes is not as deep); the first is
-        never smaller than the second.
+    It ends with the last position that was ever accepted: a tree of many nodes is not as deep.
     """
     total = [sum(column) for column in itertools.zip_longest(*histograms, fillvalue=0)]
     counts = [sum(total[i:]) for i in range(1, len(total))]
@@ -258,8 +231,3 @@ def _route_shares(groups: Sequence[Mapping[str, int]]) -> dict[str, float] | Non
     counts = {name: sum(group.get(name, 0) for group in groups) for group in groups for name in group}
     total = sum(counts.values())
     return {name: count / total for name, count in counts.items()} if total else None
-
-
-def _identical(run: Run, plain: Run, names: Sequence[str]) -> bool:
-    mine, theirs = _of(run, names, "generations"), _of(plain, names, "generations")
-    return [g["token_ids"] for g in mine] == [g["token_ids"] for g in theirs]

@@ -1,23 +1,27 @@
-"""Runs engines, each in a process of its own.
+"""Measures methods beside each other: each has an engine of its own, and a plan says whose turn it is.
 
-The commands `demo` and `bench` share it. Nothing here imports vLLM: the process that does is
-:mod:`vllm_crossspec.engine.jobs.offline`, and the two talk through a job file and a pipe of JSON lines.
+The commands `demo` and `bench` share it; :mod:`vllm_crossspec.cli.processes` has the engines.
 """
 
-import json
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import statistics
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, Any
+from itertools import pairwise
+from time import perf_counter
+from typing import Any, NamedTuple
 
-from vllm_crossspec.cli.processes import EngineError, engine_events
-from vllm_crossspec.cli.rows import Run
+from rich.console import Console
+from rich.progress import Progress
 
-DEFAULT_BATCH = 256
-"""Most requests at a time of an engine that was not told."""
+from vllm_crossspec.cli.processes import BOUND_CORES, Engine, end_all, started
+from vllm_crossspec.cli.rows import PLAIN, Row, Run, rows
+from vllm_crossspec.cli.stages import bars
+from vllm_crossspec.names import counted
+from vllm_crossspec.platform import platform
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,12 +38,10 @@ class Job:
     """One engine's work.
 
     Attributes:
-        method: name of the row group in the table.
-        engine: keyword arguments of vLLM's LLM; None means vLLM's default.
-        sampling: keyword arguments of vLLM's SamplingParams.
-        prompts: in the order of the table's categories.
+        engine, sampling: keyword arguments of vLLM's LLM, where None means vLLM's default, and of SamplingParams.
         chat: whether to wrap prompts in the model's chat template; None where it has one.
         waves: at most so many times the batch size are answered of a category's prompts; None for all of them.
+        warm_up: whether some prompts are answered before those that count.
     """
 
     method: str
@@ -48,22 +50,19 @@ class Job:
     prompts: Sequence[Prompt]
     chat: bool | None = None
     waves: int | None = None
+    warm_up: bool = True
 
     def at(self, batch_size: int) -> list[Prompt]:
         """The prompts that are answered at a batch size."""
-        most = None if self.waves is None else self.waves * batch_size
-        return [prompt for group in by_category(self.prompts).values() for prompt in group[:most]]
+        return first_of_each(self.prompts, None if self.waves is None else self.waves * batch_size)
 
     def as_message(self) -> dict[str, Any]:
-        """What the engine process reads: prompts grouped by category, each group one batch."""
+        """What the engine process reads: prompts grouped by category."""
         groups = [
             {"category": category, "prompts": [{"where": p.where, "turns": p.turns} for p in prompts]}
             for category, prompts in by_category(self.prompts).items()
         ]
         return {"engine": dict(self.engine), "sampling": dict(self.sampling), "groups": groups, "chat": self.chat}
-
-
-Listener = Callable[[dict[str, Any]], None]
 
 
 def by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
@@ -74,121 +73,216 @@ def by_category(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
     return groups
 
 
-def check(jobs: Sequence[Job]) -> None:
-    """Have every job's engine configured, and none started, in one new process.
+def first_of_each(prompts: Sequence[Prompt], limit: int | None) -> list[Prompt]:
+    """The first prompts of each category, or all of them."""
+    return [prompt for group in by_category(prompts).values() for prompt in group[:limit]]
 
-    Raises:
-        ValueError: an engine's arguments are refused; the message names the job and says why.
-        EngineError: the process died.
-    """
+
+def check(jobs: Sequence[Job]) -> None:
+    """Have every job's engine configured, and none started, in one new process. Raises as :func:`started`."""
     checks = [{"method": job.method, "engine": dict(job.engine)} for job in jobs]
-    for _ in engine_events(jobs[0].method, {"checks": checks}):
+    with (
+        Console(stderr=True).status(f"checking {counted(len(jobs), 'configuration')}"),
+        started(jobs[0].method, {"checks": checks}),
+    ):
         pass
 
 
-def run(job: Job, listener: Listener, cores: Sequence[int] = ()) -> Run:
-    """Have all prompts answered once in a new process.
+class Pass(NamedTuple):
+    """One time that a method answers prompts, of one category or (None) of all.
+
+    With a ``repeat`` of None what of its rounds is whose is measured.
+    """
+
+    method: str
+    batch_size: int
+    repeat: int | None
+    category: str | None = None
+
+    @property
+    def is_timed(self) -> bool:
+        return self.repeat is not None
+
+
+def schedule(
+    methods: Sequence[str], batch_sizes: Sequence[int], repeats: int, stay_up: bool, categories: Sequence[str]
+) -> list[Pass]:
+    """All passes in their order: methods take turns, so that what slows the machine down for a while hits all alike.
+
+    Engines that stay up take turns at every category of prompts; others are visited once a repeat, and run all sizes.
+    """
+    if stay_up:
+        turns = [(size, repeat, one) for repeat in range(repeats) for size in batch_sizes for one in categories]
+        timed = [Pass(m, *turn) for turn in turns for m in methods]
+        return timed + [Pass(m, size, None) for m in methods for size in batch_sizes]
+    found = []
+    for repeat in range(repeats):
+        last = [None] if repeat == repeats - 1 else []
+        found += [Pass(m, size, number) for m in methods for number in [repeat, *last] for size in batch_sizes]
+    return found
+
+
+class Measurement:
+    """A plan, and what was measured so far, whatever ends it.
 
     Args:
-        job: what to run.
-        listener: called with every event of the engine process, for a progress bar.
-        cores: that the process keeps to; none for all.
-
-    Raises:
-        ValueError: the engine refused the job; the message is its sentence.
-        EngineError: the process died; the message ends with the last lines of its log.
-    """
-    environment: dict[str, Any] = {}
-    groups: dict[str, dict[str, Any]] = {}
-    batch_size = job.engine.get("max_num_seqs") or DEFAULT_BATCH
-    message = {**job.as_message(), "orders": [{"batch_size": batch_size}]}
-    for event in engine_events(job.method, message, cores=cores):
-        listener(event)
-        fields = {name: value for name, value in event.items() if name != "event"}
-        if event["event"] == "ready":
-            environment = fields
-        elif event["event"] == "group":
-            groups[fields.pop("category")] = fields
-    _require_all(job, groups, by_category(job.prompts))
-    return Run(method=job.method, environment=environment, groups=groups, batch_size=batch_size)
-
-
-class Engine:
-    """An engine that stays up and answers a job's prompts as often as it is asked to; made by :func:`started`.
+        jobs: in the order of the table.
+        describe: a pass in words.
+        outcome: what a run came to in words, by its row over all categories and how many runs were told with it.
+        stay_up: whether engines are kept for passes to come.
 
     Attributes:
-        environment: what runs, and the ``seconds`` that its start took.
+        shares: whose a round is, by method and batch size.
+        seconds: of every pass that is done, its warm-up included.
+        starts: seconds that engines took to start.
     """
 
-    def __init__(self, job: Job, orders: IO[str], events: Iterator[dict[str, Any]], listener: Listener):
-        self._job, self._orders, self._events, self._listener = job, orders, events, listener
-        self.environment = next((fields for kind, fields in self._until("ready") if kind == "ready"), {})
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        plan: Sequence[Pass],
+        describe: Callable[[Pass], str],
+        outcome: Callable[[Row, int], str],
+        stay_up: bool = False,
+    ) -> None:
+        self.jobs, self.plan, self._stay_up = {job.method: job for job in jobs}, plan, stay_up
+        self._describe, self._outcome = describe, outcome
+        self.shares: dict[tuple[str, int], dict[str, float] | None] = {}
+        self.seconds: dict[Pass, float] = {}
+        self.starts: list[float] = []
+        self._environment: dict[str, Any] = {}
+        self._groups: dict[Pass, dict[str, Any]] = {}
+        self._told: set[Pass] = set()
+        self._lock = threading.Lock()
 
-    def run(self, batch_size: int, repeat: int, category: str | None = None) -> Run:
-        """Answer the prompts, or those of one category, at most so many at a time.
+    @property
+    def runs(self) -> list[Run]:
+        """Runs whose categories are all done: by batch size, then in the jobs' order, then by repeat."""
+        methods = list(self.jobs)
+        found = [
+            Run(method=method, environment=self._environment, groups=groups, batch_size=batch_size, repeat=repeat or 0)
+            for (method, batch_size, repeat, _), groups in self._groups.items()
+            if len(groups) == len(by_category(self.jobs[method].prompts))
+        ]
+        return sorted(found, key=lambda run: (run.batch_size, methods.index(run.method), run.repeat))
 
-        A warm-up that does not count comes before, where they are asked from the first on.
+    @property
+    def unfinished(self) -> list[str]:
+        """Methods with a missing pass."""
+        return list(dict.fromkeys(one.method for one in self.plan if one not in self.seconds))
 
-        Raises:
-            EngineError: the process ended before it was through.
+    def carry_out(self, side_by_side: int = 1) -> None:
+        """Follow the plan, with a bar for every engine at work and a line for every run. Raises as :func:`started`.
+
+        So many passes run ``side_by_side``, each with cores of its own, where engines compute on cores only.
         """
-        every = list(by_category(self._job.prompts))
-        categories = every if category is None else [category]
-        begins = categories[0] == every[0]
-        order = {"batch_size": batch_size, "warm_up": begins, "waves": self._job.waves, "categories": categories}
-        groups = {fields.pop("category"): fields for kind, fields in self._order(order) if kind == "group"}
-        _require_all(self._job, groups, categories)
-        return Run(
-            method=self._job.method,
-            environment=self.environment,
-            groups=groups,
-            batch_size=batch_size,
-            repeat=repeat,
-        )
-
-    def shares(self, batch_size: int) -> dict[str, float] | None:
-        """Whose a round is (``Row.round_shares``), while as many prompts are answered as are one batch."""
-        heard = self._order({"batch_size": batch_size, "shares": True})
-        return next((fields["shares"] for kind, fields in heard if kind == "shares"), None)
-
-    def _order(self, order: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-        self._orders.write(json.dumps(order) + "\n")
-        self._orders.flush()
-        return list(self._until("done"))
-
-    def _until(self, last: str) -> Iterator[tuple[str, dict[str, Any]]]:
-        for event in self._events:
-            self._listener(event)
-            yield event["event"], {name: value for name, value in event.items() if name != "event"}
-            if event["event"] == last:
+        shares = cores_of(side_by_side)
+        with bars() as progress:
+            if len(shares) == 1:
+                self._follow(self.plan, progress)
                 return
-        raise EngineError(f"{self._job.method}: the engine's process ended before it was through")
+            local = threading.local()
+            with ThreadPoolExecutor(len(shares), initializer=lambda: setattr(local, "cores", shares.pop())) as pool:
+                futures = [pool.submit(lambda one: self._follow([one], progress, local.cores), p) for p in self.plan]
+                try:
+                    for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+                        future.result()
+                except BaseException:
+                    for future in futures:
+                        future.cancel()
+                    while wait(futures, timeout=0.1).not_done:  # one may have been about to start an engine
+                        end_all()
+                    raise
+
+    def _follow(self, passes: Sequence[Pass], progress: Progress, cores: Sequence[int] = ()) -> None:
+        """Carry out passes one after the other, in engines that keep to the cores (none for all)."""
+        task = progress.add_task("")
+        engines: dict[str, tuple[Engine, ExitStack]] = {}
+        with ExitStack() as blocks:
+            for number, one in enumerate(passes):
+                job, later = self.jobs[one.method], [other.method for other in passes[number + 1 :]]
+                starts = {*later} - {one.method, *engines}
+                changes = [a for a, b in pairwise([one.method, *later]) if a != b]
+                left = self.remaining(passes[number:], len(starts if self._stay_up else changes))
+                about = "" if left is None else f", about {clock(left)} left"
+                asked = [p for p in job.at(one.batch_size) if one.category in (None, p.category)]
+                progress.reset(
+                    task,
+                    total=sum(len(prompt.turns) for prompt in asked) * job.sampling["max_tokens"],
+                    description=f"{self._describe(one)} ({self.plan.index(one) + 1} of {len(self.plan)}{about})",
+                )
+                if one.method not in engines:
+                    block = blocks.enter_context(ExitStack())
+                    engine = block.enter_context(started(one.method, job.as_message(), cores=cores))
+                    engines[one.method] = engine, block
+                    self.starts.append(engine.about["seconds"])
+                begun = perf_counter()
+                groups = self._carry_out(one, engines[one.method][0], lambda count: progress.advance(task, count))
+                with self._lock:
+                    self.seconds[one] = perf_counter() - begun
+                    self._environment = engines[one.method][0].about
+                    if one.is_timed:
+                        self._groups.setdefault(one._replace(category=None), {}).update(groups)
+                    for line in self._new_lines():
+                        progress.console.print(line, highlight=False, soft_wrap=True)
+                if one.method not in later or (not self._stay_up and later[0] != one.method):
+                    engines.pop(one.method)[1].close()
+        progress.remove_task(task)
+
+    def _carry_out(self, one: Pass, engine: Engine, advance: Callable[[int], None]) -> dict[str, Any]:
+        """What the engine says of each category of prompts."""
+        groups: dict[str, Any] = {}
+        job = self.jobs[one.method]
+        every = list(by_category(job.prompts))
+        categories = every if one.category is None else [one.category]
+        # A warm-up comes before the first prompts.
+        timed = {"warm_up": job.warm_up and categories[0] == every[0], "waves": job.waves, "categories": categories}
+        for event in engine.follow(batch_size=one.batch_size, **(timed if one.is_timed else {"shares": True})):
+            if event["event"] == "progress":
+                advance(event["num_tokens"])
+            elif event["event"] == "group":
+                groups[event["category"]] = event
+            elif event["event"] == "shares" and not one.is_timed:
+                self.shares[one.method, one.batch_size] = event["shares"]
+        return groups
+
+    def _new_lines(self) -> Iterator[str]:
+        """One about every run that is done and was not told, as soon as plain's is done, too."""
+        runs = self.runs
+        plains = {(run.batch_size, run.repeat): run for run in runs if run.method == PLAIN}
+        for run in runs:
+            one, plain = Pass(run.method, run.batch_size, run.repeat), plains.get((run.batch_size, run.repeat))
+            if one not in self._told and (plain is not None or PLAIN not in self.jobs):
+                self._told.add(one)
+                yield f"{self._describe(one)}: {self._outcome(rows([run], plain)[-1], len(self._told))}"
+
+    def remaining(self, passes: Sequence[Pass], num_starts: int) -> float | None:
+        """About how many seconds these passes and so many starts will take; None before anything is known.
+
+        A pass takes what it took before; else what others of its batch size took; else what passes took.
+        """
+        if not self.seconds:
+            return None
+
+        def expected(one: Pass) -> float:
+            known = list(self.seconds.items())
+            of_its_size = [(other, seconds) for other, seconds in known if other.batch_size == one.batch_size]
+            alike = [(o, s) for o, s in of_its_size if o.method == one.method and o.is_timed == one.is_timed]
+            its_own = [s for o, s in alike if o.category == one.category] or [s for _, s in alike]
+            return statistics.fmean(its_own or [s for _, s in of_its_size or known])
+
+        return sum(map(expected, passes)) + num_starts * statistics.fmean(self.starts)
 
 
-@contextmanager
-def started(job: Job, listener: Listener) -> Iterator[Engine]:
-    """An engine in a process of its own, up until the end of the block.
-
-    Raises:
-        ValueError: the engine refused the job; the message is its sentence.
-        EngineError: the process died; the message ends with the last lines of its log.
-    """
-    with tempfile.TemporaryDirectory(prefix="crossspec-") as folder:
-        pipe = Path(folder, "orders")
-        os.mkfifo(pipe)
-        # Open at both ends, or it would wait here for the engine to open the other.
-        with open(os.open(pipe, os.O_RDWR), "w") as orders:
-            events = engine_events(job.method, {**job.as_message(), "orders_file": str(pipe)})
-            try:
-                yield Engine(job, orders, events, listener)
-                orders.close()  # it ends by itself, with all that it started
-                for _ in events:
-                    pass
-            finally:
-                events.close()
+def clock(seconds: float) -> str:
+    """Minutes and seconds."""
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02d}"
 
 
-def _require_all(job: Job, groups: Mapping[str, Any], categories: Iterable[str]) -> None:
-    missing = [category for category in categories if category not in groups]
-    if missing:
-        raise EngineError(f"{job.method}: the engine's process ended without results for {missing[0]}")
+def cores_of(side_by_side: int) -> list[list[int]]:
+    """Which cores each of the engines that run at a time keeps to: none for a single one, or where the user chose."""
+    cores: list[int] = []
+    if platform().on_cores and hasattr(os, "sched_getaffinity") and BOUND_CORES not in os.environ:
+        cores = sorted(os.sched_getaffinity(0))
+    count = min(side_by_side, len(cores))
+    return [cores[i::count] for i in range(count)] if count > 1 else [[]]

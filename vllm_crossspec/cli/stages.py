@@ -1,6 +1,6 @@
 """How commands show what they do: progress bars, one a stage if they work in stages, and tables of facts."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,15 +16,20 @@ from rich.progress import (
 )
 from rich.table import Table
 
+MINIMUM_WIDTH = 160
+"""Columns that a table takes where the output is no terminal and rich would assume 80."""
+
 
 def bars(done: ProgressColumn | None = None) -> Progress:
-    """Progress on stderr.
-
-    Args:
-        done: how a bar says how far it is; None says it in numbers.
-    """
+    """Progress on stderr; ``done``: how a bar says how far it is; None says it in numbers."""
     text, count = TextColumn("{task.description}"), done or MofNCompleteColumn()
     return Progress(SpinnerColumn(), text, BarColumn(), count, TimeElapsedColumn(), console=Console(stderr=True))
+
+
+def wide_console() -> Console:
+    """The console for tables: as wide as the terminal, or wide enough for them."""
+    console = Console()
+    return console if console.is_terminal else Console(width=max(console.width, MINIMUM_WIDTH))
 
 
 @contextmanager
@@ -39,6 +44,14 @@ def stage_bars() -> Iterator[Callable[[str, int, int], None]]:
             progress.update(tasks[stage], completed=done, total=total)
 
         yield report
+
+
+def grid(title: str, columns: Iterable[str], left: Collection[str] = (), **looks: Any) -> Table:
+    """A table without rows; its columns are aligned on the right, except for those in ``left``."""
+    table = Table(title=title, **looks)
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table
 
 
 def facts_table(title: object, facts: Mapping[str, str]) -> Table:

@@ -1,1 +1,1 @@
-"""What drafters there are, and how their public checkpoints are read and checked. Nothing here imports vLLM."""
+"""The drafters: a folder each, with its checkpoint reader, proposer, model and kernels."""

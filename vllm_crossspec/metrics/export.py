@@ -1,12 +1,11 @@
 """From the worker's counters to ``/metrics``, through prometheus_client's multi-process files.
 
-The workers are other processes than the one that serves ``/metrics``. Where vLLM runs several API servers it sets
-``PROMETHEUS_MULTIPROC_DIR`` itself and our counters join in. Where it runs one, the front end makes a folder, tells
-the workers of it through the environment, and adds a collector of that folder to its registry. Under Ray, where nobody
-asks for that registry, and on machines without that folder, they go to Ray's metrics (``ray_relay``).
+The workers are other processes than the one that serves ``/metrics``. If vLLM runs several API servers, it sets
+``PROMETHEUS_MULTIPROC_DIR`` itself and our counters join in. If it runs one, the front end makes a folder, tells the
+workers through the environment, and adds a collector of that folder to its registry. Under Ray and on machines without
+that folder, counters go to Ray's metrics (``ray_relay``).
 """
 
-import ctypes
 import os
 import tempfile
 import threading
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from vllm_crossspec.devices import thread_stream
 from vllm_crossspec.metrics.adaptive import BY_BIN, TreeSizeCounters
 from vllm_crossspec.metrics.counters import AcceptanceCounters
 from vllm_crossspec.metrics.ray_relay import is_under_ray, start_relay
@@ -25,11 +25,11 @@ from vllm_crossspec.metrics.stages import StageClock
 
 FOLDER_VARIABLE = "CROSSSPEC_METRICS_DIR"
 RAY_COPIES = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
-"""Names of variables that vLLM's Ray executor hands to its workers, beside those that begin as vLLM's own."""
+"""Names of variables that vLLM's Ray executor hands to its workers, beside vLLM's own."""
 
 PERIOD_SECONDS = 1.0
 FILE_BYTES = 1 << 20
-"""Of a worker's file: ten times what its series fill."""
+"""Size of a worker's file: ten times what its series fill."""
 BACKLOGS = "crossspec:router_backlogs"
 
 _folder: tempfile.TemporaryDirectory[str] | None = None
@@ -38,7 +38,7 @@ _folder: tempfile.TemporaryDirectory[str] | None = None
 def prepare_frontend() -> None:
     """In the process that serves ``/metrics``: make the folder and collect from it. Idempotent.
 
-    A folder in the environment is that of a process which started this one, an engine's user itself: not ours.
+    A folder in the environment belongs to the process that started this one.
     """
     global _folder
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ or _folder is not None:
@@ -47,7 +47,7 @@ def prepare_frontend() -> None:
     from prometheus_client.multiprocess import MultiProcessCollector
 
     _folder = tempfile.TemporaryDirectory(prefix="crossspec-metrics-")
-    # A process that multiprocessing forked never comes to Python's own last steps, but to these.
+    # A process that multiprocessing forked runs its finalizers, and not Python's own at exit.
     Finalize(None, _folder.cleanup, exitpriority=0)
     os.environ[FOLDER_VARIABLE] = f"{os.getpid()}:{_folder.name}"
     copied = [name for name in os.environ.get(RAY_COPIES, "").split(",") if name and name != FOLDER_VARIABLE]
@@ -73,9 +73,8 @@ def _use_shared_files() -> None:
 
 
 def _reserve_files() -> None:
-    """Let this process's files be on the disk before they are mapped.
-
-    They would begin as holes. On a full disk a write into one ends the process, and the engine with it.
+    """Write this process's files before they are mapped: they begin as holes, and on a full disk a write into a hole
+    ends the process, and the engine with it.
     """
     folder = os.environ.get("PROMETHEUS_MULTIPROC_DIR")
     if folder is None or not hasattr(os, "posix_fallocate"):
@@ -115,12 +114,8 @@ def _make_counters() -> dict[str, Any]:
         for name, text in texts.items():
             name = f"crossspec:{name}"
             made[name] = known.get(name) or Counter(name, text, ("engine", *labels))
-    made[BACKLOGS] = known.get(BACKLOGS) or Histogram(
-        BACKLOGS,
-        "Tokens that the drafter had missed, of each switch to it",
-        ("engine", "drafter"),
-        buckets=BACKLOG_EDGES,
-    )
+    text, labels = "Tokens that the drafter had missed, of each switch to it", ("engine", "drafter")
+    made[BACKLOGS] = known.get(BACKLOGS) or Histogram(BACKLOGS, text, labels, buckets=BACKLOG_EDGES)
     return made
 
 
@@ -131,71 +126,41 @@ def start_worker_export(
     clock: StageClock | None = None,
     sizes: Mapping[str, TreeSizeCounters] | None = None,
 ) -> None:
-    """Publish the counters once a second from a thread of their own; the decoding path does nothing for it.
+    """Publish the counters once a second from a thread, which ends once they are gone.
 
-    The thread ends once the counters are gone.
-
-    Args:
-        counters: of the drafters' acceptance.
-        engine: number of this engine among the data-parallel ones, as vLLM's own metrics have it.
-        routing: of a router, with ``clock``.
-        clock: of a router's rounds.
-        sizes: of adaptive trees, by drafter.
-
-    Raises:
-        OSError: the disk has no room for the files; nothing is published then.
+    ``engine`` is its number among the data-parallel ones, as in vLLM's own metrics. ``sizes`` are by drafter. Raises
+    OSError: the disk has no room for the files; nothing is published then.
     """
     _use_shared_files()
     _reserve_files()
-    arguments = (weakref.ref(counters), routing, clock, sizes or {}, Publisher(_make_counters(), engine))
-    threading.Thread(target=_publish_forever, args=arguments, daemon=True, name="crossspec-metrics").start()
+    owner, publisher = weakref.ref(counters), Publisher(_make_counters(), engine)
 
+    def publish_forever() -> None:
+        stream: torch.cuda.Stream | None = None
+        pause = threading.Event()
+        while (counters := owner()) is not None:
+            stream = stream or thread_stream(counters.counts.device)
+            if stream is None:
+                current = counters.counts.clone()
+            else:
+                with torch.cuda.stream(stream):
+                    current = counters.counts.to("cpu", non_blocking=False)
+            publisher.add_acceptance(counters.describe(current))
+            publisher.add_swaps(counters.swaps)
+            publisher.add_stop(counters.has_stopped)
+            del counters
+            if routing is not None and clock is not None:
+                publisher.add_routing(routing.snapshot()["drafters"], dict(clock.seconds))
+            publisher.add_sizes({name: counters_of.snapshot() for name, counters_of in (sizes or {}).items()})
+            pause.wait(PERIOD_SECONDS)
 
-def _publish_forever(
-    owner: "weakref.ref[AcceptanceCounters]",
-    routing: RoutingCounters | None,
-    clock: StageClock | None,
-    sizes: Mapping[str, TreeSizeCounters],
-    publisher: "Publisher",
-) -> None:
-    stream: torch.cuda.Stream | None = None
-    pause = threading.Event()
-    while (counters := owner()) is not None:
-        if stream is None and counters.counts.is_cuda:
-            _leave_captures_alone()
-            stream = torch.cuda.Stream(counters.counts.device)
-        if stream is None:
-            current = counters.counts.clone()
-        else:
-            with torch.cuda.stream(stream):
-                current = counters.counts.to("cpu", non_blocking=False)
-        publisher.add_acceptance(counters.describe(current))
-        publisher.add_swaps(counters.swaps)
-        publisher.add_stop(counters.has_stopped)
-        del counters
-        if routing is not None and clock is not None:
-            publisher.add_routing(routing.snapshot()["drafters"], dict(clock.seconds))
-        publisher.add_sizes({name: counters_of.snapshot() for name, counters_of in sizes.items()})
-        pause.wait(PERIOD_SECONDS)
-
-
-def _leave_captures_alone() -> None:
-    """Let this thread call CUDA while another one captures a graph; by default the driver then gives up the capture.
-
-    The engine's own graphs are captured before this thread begins, those of a second engine in the process are not.
-    """
-    relaxed = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED; takes the mode that it replaces
-    exchange = getattr(ctypes.CDLL("libcuda.so.1"), "cuThreadExchangeStreamCaptureMode", None)
-    if exchange is not None:  # drivers have it since CUDA 10.1
-        exchange(ctypes.byref(relaxed))
+    threading.Thread(target=publish_forever, daemon=True, name="crossspec-metrics").start()
 
 
 class Publisher:
-    """Adds what totals have grown by since the last time to the Prometheus counters.
+    """Adds the growth of an engine's totals since the last time to the Prometheus counters ``metrics``, by name.
 
-    Args:
-        metrics: the counters, by name.
-        engine: whose totals they are.
+    Its methods take the snapshots of the classes that count.
     """
 
     def __init__(self, metrics: dict[str, Any], engine: int):
@@ -210,7 +175,6 @@ class Publisher:
         self.metrics[f"crossspec:{name}"].labels(self.engine, *labels).inc(self._growth(total, name, *labels))
 
     def add_acceptance(self, drafters: dict[str, dict[str, Any]]) -> None:
-        """``AcceptanceCounters.describe``'s by drafter."""
         for drafter, totals in drafters.items():
             for name in ("drafts", "draft_tokens", "accepted_tokens"):
                 self._add(name, totals[name], drafter)
@@ -218,21 +182,17 @@ class Publisher:
                 self._add("accepted_tokens_per_pos", total, drafter, position)
 
     def add_swaps(self, drafters: dict[str, int]) -> None:
-        """How often each drafter got new weights."""
         for drafter, total in drafters.items():
             self._add("drafter_swaps", total, drafter)
 
     def add_stop(self, has_stopped: bool) -> None:
-        """Whether drafting has stopped."""
         self._add("drafting_stops", has_stopped)
 
     def add_routing(self, drafters: dict[str, dict[str, Any]], seconds: dict[str, float]) -> None:
-        """``RoutingCounters.snapshot``'s by drafter, and seconds by stage."""
         for drafter, totals in drafters.items():
             for name in COUNTS:
                 self._add(f"router_{name}", totals[name], drafter)
-            # Counted by bucket already; the histogram's own `observe` takes values one by one. Neither it nor ours is
-            # cumulative; what Prometheus reads is made so when it is collected.
+            # `observe` takes values one by one, and ours are counted by bucket. Both become cumulative when collected.
             histogram = self.metrics[BACKLOGS].labels(self.engine, drafter)
             for bucket, (part, total) in enumerate(zip(histogram._buckets, totals["backlog_histogram"], strict=True)):
                 part.inc(self._growth(total, BACKLOGS, drafter, bucket))
@@ -241,7 +201,6 @@ class Publisher:
             self._add("round_seconds", total, stage)
 
     def add_sizes(self, drafters: dict[str, dict[str, Any]]) -> None:
-        """``TreeSizeCounters.snapshot``'s by drafter."""
         for drafter, totals in drafters.items():
             for name in BY_BIN:
                 for number, total in enumerate(totals[name]):

@@ -5,16 +5,16 @@ import torch
 import triton
 import triton.language as tl
 
-from vllm_crossspec.contemplate.kernels import draft_nodes
+from vllm_crossspec.step.request_rows import draft_nodes
 from vllm_crossspec.types import NO_DRAFTS
 
 
 # One variant for all drafters: the first draft of one must not wait for the compiler.
 @triton.jit(do_not_specialize=["drafter"])
 def _mark_drafted_kernel(
-    drafted_by_ptr,  # int32 [S]
-    modes_ptr,  # int32 [S]
-    idx_mapping_ptr,  # int [R]
+    drafted_by_ptr,  # int32 [S], written
+    modes_ptr,  # int32 [S] what each slot's request lets its drafter draft (`types`)
+    idx_mapping_ptr,  # int [R] slot of each row; negative rows are padding
     drafter,
     NO_DRAFTS: tl.constexpr,
 ):
@@ -24,27 +24,20 @@ def _mark_drafted_kernel(
 
 
 def mark_drafted(drafted_by: torch.Tensor, modes: torch.Tensor, idx_mapping: torch.Tensor, drafter: int) -> None:
-    """Note that ``drafter`` drafted for the slots of a batch.
-
-    Args:
-        drafted_by: int32 [S], written.
-        modes: int32 [S] what each slot's request lets its drafter draft (``types``); none is noted for NO_DRAFTS.
-        idx_mapping: int [R] slot of each row; negative rows are padding.
-        drafter: its number.
-    """
+    """Note that ``drafter`` (its number) drafted for the slots of a batch, except those with NO_DRAFTS."""
     _mark_drafted_kernel[(idx_mapping.shape[0],)](drafted_by, modes, idx_mapping, drafter, NO_DRAFTS=NO_DRAFTS)
 
 
 @triton.jit
 def _record_acceptance_kernel(
-    counts_ptr,  # int64 [num_drafters, 3 + K]
+    counts_ptr,  # int64 [num_drafters, 3 + K] drafts, draft tokens, accepted tokens, accepted at each position
     counts_stride,
-    drafted_by_ptr,  # int32 [S]
-    idx_mapping_ptr,  # int [R]
-    num_sampled_ptr,  # int32 [R]
+    drafted_by_ptr,  # int32 [S] the last drafter of the slot, -1 for none; cleared here
+    idx_mapping_ptr,  # int [R] slot of each row; negative rows are padding
+    num_sampled_ptr,  # int32 [R] accepted tokens of the step, the bonus token included
     num_rejected_ptr,  # int32 [R]
-    num_computed_ptr,  # int32 [S]
-    prefill_len_ptr,  # int32 [S]
+    num_computed_ptr,  # int32 [S] computed tokens after the step
+    prefill_len_ptr,  # int32 [S] prompt length (and what a preempted request had generated)
     num_positions,
     CONTEMPLATES: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -82,32 +75,15 @@ def record_acceptance(
     prefill_len: torch.Tensor,
     contemplates: bool = False,
 ) -> None:
-    """Add the verdict on every request's last draft to its drafter's counters; one launch, no sync.
+    """Add the verification of every request's last draft to its drafter's counters; one launch, no sync.
 
-    A row counts if its slot was drafted for since the last verdict and its step began past the prompt: the
-    scheduler pads other rows with placeholder drafts that nobody made.
-
-    Args:
-        counts: int64 [drafters, 3 + K]: drafts, draft tokens, accepted tokens, accepted at each position.
-        drafted_by: int32 [S] drafter that last drafted for the slot, -1 for none; cleared here.
-        idx_mapping: int [R] slot of each row; negative rows are padding.
-        num_sampled: int32 [R] accepted tokens of the step, the bonus token included.
-        num_rejected: int32 [R].
-        num_computed: int32 [S] computed tokens after the step.
-        prefill_len: int32 [S] prompt length (and what a preempted request had generated).
-        contemplates: whether the rejected ones include contemplate rows (``contemplate.layout``), which do not count.
+    A row counts if its slot was drafted for since its last verification and its step began past the prompt. The
+    scheduler pads other rows with placeholder drafts. With ``contemplates`` the rejected rows include contemplate rows
+    (``contemplate_layout``), which do not count. Shapes as of the kernel.
     """
     num_positions = counts.shape[1] - 3
+    # One warp: a second one could read drafted_by after the first has cleared it.
     _record_acceptance_kernel[(idx_mapping.shape[0],)](
-        counts,
-        counts.stride(0),
-        drafted_by,
-        idx_mapping,
-        num_sampled,
-        num_rejected,
-        num_computed,
-        prefill_len,
-        num_positions,
-        CONTEMPLATES=contemplates,
-        BLOCK=triton.next_power_of_2(num_positions),
-    )
+        counts, counts.stride(0), drafted_by, idx_mapping, num_sampled, num_rejected, num_computed, prefill_len,
+        num_positions, CONTEMPLATES=contemplates, BLOCK=triton.next_power_of_2(num_positions), num_warps=1,
+    )  # fmt: skip

@@ -1,13 +1,13 @@
-"""The acceptance counters in plain PyTorch: the truth that the kernel is tested against."""
+"""The acceptance counters in plain PyTorch, which the kernels are tested against."""
 
 import torch
 
-from vllm_crossspec.contemplate.layout import verified_nodes
+from vllm_crossspec.kinds.contemplate_layout import verified_nodes
 from vllm_crossspec.types import NO_DRAFTS
 
 
 def mark_drafted(drafted_by: torch.Tensor, modes: torch.Tensor, idx_mapping: torch.Tensor, drafter: int) -> None:
-    """See :func:`vllm_crossspec.metrics.kernel.mark_drafted`."""
+    """As `kernel.mark_drafted`."""
     slots = idx_mapping[idx_mapping >= 0].long()
     drafted_by[slots[modes[slots] != NO_DRAFTS]] = drafter
 
@@ -22,7 +22,7 @@ def record_acceptance(
     prefill_len: torch.Tensor,
     contemplates: bool = False,
 ) -> None:
-    """See :func:`vllm_crossspec.metrics.kernel.record_acceptance`."""
+    """As `kernel.record_acceptance`."""
     for row, slot in enumerate(idx_mapping.tolist()):
         if slot < 0:
             continue
@@ -33,8 +33,5 @@ def record_acceptance(
         starts_in_prompt = int(num_computed[slot]) - sampled < int(prefill_len[slot])
         if drafter < 0 or drafted <= 0 or starts_in_prompt:
             continue
-        accepted = sampled - 1
-        counts[drafter, 0] += 1
-        counts[drafter, 1] += drafted
-        counts[drafter, 2] += accepted
-        counts[drafter, 3 : 3 + accepted] += 1
+        counts[drafter, :3] += torch.tensor([1, drafted, sampled - 1], device=counts.device)
+        counts[drafter, 3 : 2 + sampled] += 1

@@ -1,29 +1,33 @@
-"""From this process's Prometheus registry to Ray's metrics, where the process runs under Ray.
+"""From this process's Prometheus registry to Ray's metrics.
 
-Under Ray nobody asks a process for its registry: what Ray's own endpoints offer, on every node, is what was counted
-with `ray.util.metrics`. That is so for a front end in an actor (`ray.data.llm`, `ray.serve.llm`) and for a worker of
-vLLM's Ray executor on another machine than the front end, whose folder of files it cannot reach.
+Ray's own endpoints offer, on every node, what was counted with `ray.util.metrics`. No client reads the registry of a
+front end in an actor (`ray.data.llm`, `ray.serve.llm`), or of a worker of vLLM's Ray executor that cannot reach the
+front end's folder of files from another machine.
 """
 
 import re
 import sys
 import threading
+from collections import defaultdict
 from typing import Any
 
 PREFIX = "crossspec"
 PERIOD_SECONDS = 1.0
 
+Series = tuple[str, tuple[tuple[str, str], ...]]
+"""Name and labels."""
+
 _relays: list["Relay"] = []
 
 
 def is_under_ray() -> bool:
-    """Whether this process has joined a Ray cluster; Ray is not imported for the question."""
+    """Whether this process has joined a Ray cluster; does not import Ray."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
 
 def start_relay() -> None:
-    """Hand our counters to Ray's metrics once a second, from a thread of their own; once a process."""
+    """Start a thread that hands our counters to Ray's metrics once a second; once a process."""
     if _relays:
         return
     from prometheus_client import REGISTRY
@@ -34,35 +38,28 @@ def start_relay() -> None:
 
 
 class Relay:
-    """Adds what our totals in a registry have grown by to counters of Ray's, under names that Ray allows.
+    """Adds the growth of our totals in a registry of prometheus_client to Ray's counters, under names that Ray allows.
 
-    ``crossspec:drafts_total`` is ``crossspec_drafts`` there; a histogram's parts are counters, too.
-
-    Args:
-        registry: of prometheus_client.
+    ``crossspec:drafts_total`` becomes ``crossspec_drafts``; a histogram's parts become counters, too.
     """
 
     def __init__(self, registry: Any) -> None:
         self._registry = registry
         self._counters: dict[str, Any] = {}
-        self._before: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        self._before: dict[Series, float] = {}
 
     def run_forever(self) -> None:
-        """Until the process ends."""
         pause = threading.Event()
         while not pause.wait(PERIOD_SECONDS):
             self.push()
 
     def push(self) -> None:
-        """Once."""
-        totals: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+        """Add the growth since the last call."""
+        totals: defaultdict[Series, float] = defaultdict(float)  # two workers have the same names and labels
         for metric in self._registry.collect():
-            if metric.name.startswith(PREFIX):
-                for sample in metric.samples:
-                    if not sample.name.endswith("_created"):
-                        # Of two workers, or of files and memory, the same name and labels come twice.
-                        key = (sample.name, tuple(sorted(sample.labels.items())))
-                        totals[key] = totals.get(key, 0.0) + sample.value
+            for sample in metric.samples if metric.name.startswith(PREFIX) else ():
+                if not sample.name.endswith("_created"):
+                    totals[sample.name, tuple(sorted(sample.labels.items()))] += sample.value
         for (name, labels), total in totals.items():
             growth = total - self._before.get((name, labels), 0.0)
             self._before[name, labels] = total

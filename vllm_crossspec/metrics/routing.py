@@ -1,4 +1,4 @@
-"""What routers decided and what it cost, counted on the host, which knows the routes anyway."""
+"""Decisions of routers and their cost, counted on the host, which knows the routes anyway."""
 
 from typing import Any
 
@@ -13,12 +13,7 @@ COUNTS = ("decisions", "switches", "missed_tokens", "caught_up_tokens", "catch_u
 
 
 class RoutingCounters:
-    """Decisions, switches and catch-ups of a drafter each.
-
-    Args:
-        names: of the drafters, in routing order.
-        num_slots: S, request slots of the engine.
-    """
+    """Decisions, switches and catch-ups of drafters ``names``, in routing order, over S request slots."""
 
     def __init__(self, names: tuple[str, ...], num_slots: int):
         self.names = names
@@ -26,19 +21,18 @@ class RoutingCounters:
         self.reset()
 
     def reset(self) -> None:
-        """Forget all counts, not who drafted last."""
-        size = len(self.names)
+        """Forget all counts, but keep each request's last drafter."""
         self.rounds = 0
-        by_drafter = np.zeros((5, size), dtype=np.int64)
-        self.decisions, self.switches, self.missed, self.caught_up, self.catch_ups = by_drafter
-        self.backlogs = np.zeros((size, len(BACKLOG_EDGES) + 1), dtype=np.int64)
+        self._counts = np.zeros((len(COUNTS), len(self.names)), dtype=np.int64)
+        self.decisions, self.switches, self.missed, self.caught_up, self.catch_ups = self._counts
+        self.backlogs = np.zeros((len(self.names), len(BACKLOG_EDGES) + 1), dtype=np.int64)
 
     def forget(self, slots: list[int]) -> None:
         """Other requests take these slots."""
         self.previous[slots] = -1
 
     def count_decisions(self, slots: Array, routes: Array) -> None:
-        """A round's routes; int64 [R] each, negative where no drafter drafts."""
+        """Count a round's routes; int64 [R] each, negative where no drafter drafts."""
         routed = routes >= 0
         if not routed.any():
             return
@@ -50,35 +44,23 @@ class RoutingCounters:
         self.previous[slots] = routes
 
     def count_missed(self, drafter: int, slots: Array, missed: Array) -> None:
-        """Tokens (int64 [k]) that a chosen drafter had missed of each request, where another drafted before."""
+        """Count tokens (int64 [k]) that a drafter had missed of requests for which another one drafted before."""
         switched = np.maximum(missed, 0)[(self.previous[slots] >= 0) & (self.previous[slots] != drafter)]
         self.missed[drafter] += switched.sum()
         np.add.at(self.backlogs[drafter], np.searchsorted(BACKLOG_EDGES, switched), 1)
 
     def count_caught_up(self, drafter: int, num_tokens: int) -> None:
-        """One pass of keys and values alone, of so many tokens."""
+        """Count a pass of ``num_tokens`` tokens that computed keys and values alone."""
         self.caught_up[drafter] += num_tokens
         self.catch_ups[drafter] += 1
 
     def snapshot(self) -> dict[str, Any]:
-        """All counts as numbers: rounds, and by drafter.
+        """``rounds``, and for each of ``drafters``: :data:`COUNTS`, and ``backlog_histogram``, which is not cumulative.
 
-        Returns:
-            {"rounds": n, "drafters": {name: {decisions, switches, missed_tokens, backlog_histogram,
-            caught_up_tokens, catch_ups}}}; switches and missed tokens count for the drafter switched to. The histogram
-            has the switches of each bucket alone, not of those below it, too.
+        Switches and missed tokens count for the drafter switched to.
         """
-        return {
-            "rounds": self.rounds,
-            "drafters": {
-                name: {
-                    "decisions": int(self.decisions[i]),
-                    "switches": int(self.switches[i]),
-                    "missed_tokens": int(self.missed[i]),
-                    "backlog_histogram": self.backlogs[i].tolist(),
-                    "caught_up_tokens": int(self.caught_up[i]),
-                    "catch_ups": int(self.catch_ups[i]),
-                }
-                for i, name in enumerate(self.names)
-            },
+        drafters = {
+            name: {**dict(zip(COUNTS, counts, strict=True)), "backlog_histogram": backlogs}
+            for name, counts, backlogs in zip(self.names, self._counts.T.tolist(), self.backlogs.tolist(), strict=True)
         }
+        return {"rounds": self.rounds, "drafters": drafters}

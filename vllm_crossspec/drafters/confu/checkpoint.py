@@ -1,32 +1,35 @@
-"""ConFu checkpoints: the format that ``crossspec train confu`` writes, in the style of the speculators library.
+"""ConFu checkpoints as ``crossspec train confu`` writes them, in the style of the speculators library.
 
-``docs/methods/confu.md`` has the format. A checkpoint belongs to one target: its soft prompts are keys and values for
-every layer of that target's attention, and mean nothing to another one.
+``docs/methods/confu.md`` has the format. A checkpoint fits one target: its soft prompts are keys and values for every
+layer of that target's attention.
 """
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from vllm_crossspec.drafters.checkpoint import layer_config, proposal_tokens, read_config, require
-from vllm_crossspec.drafters.identity import Identity, known_model
+from vllm_crossspec.drafters.eagle3.checkpoint import layout_of
+from vllm_crossspec.kinds.checkpoint import layer_config, proposal_tokens, require
+from vllm_crossspec.kinds.identity import Identity, Target
+from vllm_crossspec.kinds.tensors import Shapes, check_layout
 from vllm_crossspec.types import DrafterFacts, TargetFacts
 
-ARCHITECTURE = "ConfuSpeculator"
-"""The name of the model, by which vLLM finds ours."""
-MODEL_TYPE = "confu"
-"""``speculators_model_type`` of these checkpoints."""
+ARCHITECTURE = "ConfuSpeculator"  # vLLM finds our model by it
+MODEL_TYPE = "confu"  # ``speculators_model_type`` of these checkpoints
 
 _REMEDY = "train one with `crossspec train confu`"
+_SIZES = ("num_soft_prompts", "num_experts", "top_experts")
+_SIZES_OF_TARGET = ("num_hidden_layers", "num_key_value_heads", "head_dim")
 
 
 class ConfuShape(NamedTuple):
-    """Sizes of what ConFu adds to EAGLE-3 (sections 3.1 and 3.2).
+    """Sizes of ConFu's additions to EAGLE-3 (sections 3.1 and 3.2).
 
     Attributes:
-        num_soft_prompts: s, learned keys and values in each layer of the target.
-        num_experts: n, embeddings of each of the two mixtures.
-        top_experts: K of them are mixed.
-        num_layers, num_kv_heads, head_dim: of the target's attention, which the soft prompts are for.
+        num_soft_prompts: s, learned keys and values in each target layer.
+        num_experts: n, embeddings in each of the two mixtures.
+        top_experts: K, number of mixed experts.
+        num_layers, num_kv_heads, head_dim: of the target's attention.
     """
 
     num_soft_prompts: int
@@ -38,12 +41,7 @@ class ConfuShape(NamedTuple):
 
 
 def read_facts(config: dict[str, Any], key: str, target: TargetFacts) -> DrafterFacts:
-    """What a ConFu config.json says.
-
-    Raises:
-        ValueError: it is of another kind of drafter or of another number of target layers, lacks a field, or holds
-            an impossible one.
-    """
+    """Read the facts of a ConFu config.json."""
     kind = config.get("speculators_model_type")
     if kind != MODEL_TYPE:
         found = kind or config.get("architectures")
@@ -65,31 +63,42 @@ def read_facts(config: dict[str, Any], key: str, target: TargetFacts) -> Drafter
             f"{key}: config.json describes {layer['num_hidden_layers']} layers; a ConFu drafter has one, {_REMEDY}"
         )
     vocab_size = require(layer, "vocab_size", key)
+    tapped = tuple(sorted(require(config, "eagle_aux_hidden_state_layer_ids", key)))
     return DrafterFacts(
         # It embeds tokens with the target's own embedding, so the widths cannot differ.
         target_hidden_size=require(layer, "hidden_size", key),
         vocab_size=vocab_size,
         draft_vocab_size=config.get("draft_vocab_size") or vocab_size,
-        target_layers=tuple(sorted(require(config, "eagle_aux_hidden_state_layer_ids", key))),
+        target_layers=tapped,
         default_draft_tokens=proposal_tokens(config),
+        overrides=MappingProxyType({"num_aux_hidden_states": len(tapped)}),
     )
 
 
-def read_shape(config: dict[str, Any], key: str) -> ConfuShape:
-    """The sizes that a ConFu config.json names.
+def check_tensors(shapes: Shapes | None, config: dict[str, Any], facts: DrafterFacts, key: str) -> DrafterFacts:
+    """Check that the files hold the tensors that config.json describes."""
+    layout = layout_of(config, facts)
+    if not shapes or layout is None:
+        return facts
+    shape, hidden = read_shape(config, key), layer_config(config)["hidden_size"]
+    prompts = (shape.num_layers, shape.num_kv_heads, shape.num_soft_prompts, shape.head_dim)
+    experts = (shape.num_experts, hidden)
+    layout.needed.update({"soft_prompts.keys": prompts, "soft_prompts.values": prompts, "no_future_embed": (hidden,)})
+    layout.needed["contemplate_embed.router"] = (shape.num_experts, len(facts.target_layers) * hidden)
+    for name in ("contemplate_embed.experts", "future_embed.router", "future_embed.experts"):
+        layout.needed[name] = experts
+    layout.optional["future_skip.weight"] = (hidden, hidden)
+    check_layout(shapes, layout, "ConFu", key)
+    return facts
 
-    Raises:
-        ValueError: one sentence naming ``key``: a size is missing, is no positive number, or more experts are mixed
-            than there are.
-    """
+
+def read_shape(config: dict[str, Any], key: str) -> ConfuShape:
+    """Read the sizes in a ConFu config.json; error messages begin with ``key``."""
     target = require(config, "target", key)
     if not isinstance(target, Mapping):
         raise ValueError(f"{key}: 'target' in config.json is {target!r}, not the target's identity; {_REMEDY}")
-    sizes = []
-    for name in ("num_soft_prompts", "num_experts", "top_experts"):
-        sizes.append(_positive(require(config, name, key), name, key))
-    for name in ("num_hidden_layers", "num_key_value_heads", "head_dim"):
-        sizes.append(_positive(require(dict(target), name, key), f"target.{name}", key))
+    sizes = [_positive(require(config, name, key), name, key) for name in _SIZES]
+    sizes += [_positive(require(dict(target), name, key), f"target.{name}", key) for name in _SIZES_OF_TARGET]
     shape = ConfuShape(*sizes)
     if shape.top_experts > shape.num_experts:
         raise ValueError(
@@ -105,27 +114,18 @@ def _positive(value: Any, name: str, key: str) -> int:
     return value
 
 
-def check_target(config: dict[str, Any], key: str, target_model: str, revision: str | None = None) -> None:
-    """See that the soft prompts are for the target that is to be served.
+def check_target(config: dict[str, Any], key: str, target: Target) -> None:
+    """Check that the soft prompts were made for the served target.
 
-    Two targets are the same if their weight files are (``adaptive.calibration.identify``); where the files of either
-    were not at hand, as with a hub repository that is not in the cache yet, only the shape of the attention counts.
-
-    Args:
-        config: of the drafter, that :func:`read_facts` accepted.
-        key: of the setting that named the drafter, for messages.
-        target_model: local folder or hub id of the target.
-        revision: of its repository.
-
-    Raises:
-        ValueError: one sentence that names ``key``, both targets and the fix.
+    Targets are the same if their weight files are (``kinds.identity``). If the files of either are not available, as
+    with an uncached hub repository, only the attention's shape is compared.
     """
-    here = known_model(target_model, revision)
-    if here is None:  # a single weights file or an object store: nothing can be read
+    here = target.identity
+    if here is None or target.config is None:  # a single weights file or an object store: nothing can be read
         return
     shape, trained = read_shape(config, key), _identity(config["target"])
-    remedy = f"train one for it with `crossspec train confu --target {target_model}`"
-    found = _attention_shape(read_config(target_model, key, revision))
+    remedy = f"train one for it with `crossspec train confu --target {target.model}`"
+    found = _attention_shape(target.config)
     for name, wanted in zip(("num_layers", "num_kv_heads", "head_dim"), found, strict=True):
         if wanted is not None and getattr(shape, name) != wanted:
             raise ValueError(
@@ -145,7 +145,7 @@ def _identity(target: Mapping[str, Any]) -> Identity:
 
 
 def _attention_shape(config: Mapping[str, Any]) -> tuple[int | None, int | None, int | None]:
-    """Layers, key/value heads and head size that a target's config.json names; None for what it does not."""
+    """Layers, key/value heads and head size in a target's config.json; None if missing."""
     text = config.get("text_config") or config
     heads, hidden = text.get("num_attention_heads"), text.get("hidden_size")
     head_dim = text.get("head_dim") or (hidden // heads if heads and hidden else None)

@@ -2,16 +2,16 @@
 
 from types import MappingProxyType
 
-from vllm_crossspec.drafters.base import DrafterKind
+from vllm_crossspec.kinds.drafter import DrafterKind
 
-_MODEL = "vllm_crossspec.engine.models.dart:DartForCausalLM"
+_MODEL = "vllm_crossspec.drafters.dart.model:DartForCausalLM"
 
 KIND = DrafterKind(
     name="dart",
     vllm_method="dflash",
     checkpoint="vllm_crossspec.drafters.dart.checkpoint",
-    proposer="vllm_crossspec.engine.proposers.dart:DartProposer",
-    tree_proposer="vllm_crossspec.engine.proposers.dart:DartTreeProposer",
+    proposer="vllm_crossspec.drafters.dart.proposer:DartProposer",
+    tree_proposer="vllm_crossspec.drafters.dart.proposer:DartTreeProposer",
     reads_next_token=True,
     tree="continuity",
     supplies="marginals",
@@ -21,6 +21,4 @@ KIND = DrafterKind(
     # As the checkpoint has it, and as vLLM renames it for its block drafters.
     models=MappingProxyType({"LlamaForCausalLMDart": _MODEL, "DFlashLlamaForCausalLMDart": _MODEL}),
     marks=("dart",),
-    trainer="vllm_crossspec.cli.train_drafters:DART",
-    inflate="vllm_crossspec.drafters.dart.inflate",
 )

@@ -1,23 +1,18 @@
-"""DART checkpoints: the format of ``fvliang/qwen*-dart``, which ``crossspec train dart`` writes, too."""
+"""DART checkpoints: the format of ``fvliang/qwen*-dart``, which ``crossspec train dart`` also writes."""
 
 from typing import Any
 
-from vllm_crossspec.drafters.checkpoint import require
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
+from vllm_crossspec.kinds.checkpoint import require
+from vllm_crossspec.kinds.tensors import Layout, Shapes, check_layout, decoder_layer, is_quantized, output_tensors
 from vllm_crossspec.types import DrafterFacts, TargetFacts
 
 ARCHITECTURE = "LlamaForCausalLMDart"
-"""The reference's name of the model, by which vLLM finds ours."""
+"""The reference's model name, by which vLLM finds ours."""
 
 
 def read_facts(config: dict[str, Any], key: str, target: TargetFacts) -> DrafterFacts:
-    """What a DART config.json says.
-
-    ``draft_length`` counts the masks; the entry before them drafts a token, too. The tapped layers are EAGLE-3's.
-
-    Raises:
-        ValueError: it is of another kind of drafter, or lacks a field.
-    """
+    """Read the facts of a DART config.json; ``draft_length`` masks and the entry before them draft a token each."""
     if "draft_length" not in config or "dflash_config" in config or "speculators_model_type" in config:
         kind = config.get("speculators_model_type") or config.get("architectures")
         raise ValueError(f"{key}: config.json has no draft_length ({kind}); it is not a DART drafter")
@@ -34,7 +29,7 @@ def read_facts(config: dict[str, Any], key: str, target: TargetFacts) -> Drafter
         raise ValueError(f'{key}: set "architectures" in config.json to ["{ARCHITECTURE}"] (it is {architectures})')
     hidden_size, vocab_size = require(config, "hidden_size", key), require(config, "vocab_size", key)
     return DrafterFacts(
-        # It embeds tokens with the target's own embedding, so the widths cannot differ.
+        # It uses the target's embedding, so the widths are equal.
         target_hidden_size=hidden_size,
         vocab_size=vocab_size,
         draft_vocab_size=config.get("draft_vocab_size") or vocab_size,
@@ -42,3 +37,19 @@ def read_facts(config: dict[str, Any], key: str, target: TargetFacts) -> Drafter
         max_draft_tokens=draft_length + 1,
         default_draft_tokens=draft_length + 1,
     )
+
+
+def check_tensors(shapes: Shapes | None, config: dict[str, Any], facts: DrafterFacts, key: str) -> DrafterFacts:
+    """Check that the files hold the tensors that config.json describes."""
+    hidden, taps = config["hidden_size"], len(facts.target_layers)
+    needed, optional = output_tensors(hidden, facts.vocab_size, facts.draft_vocab_size, has_own_head=True)
+    own, may = decoder_layer("midlayer.", config, reads=2 * hidden, qk_norm=False)
+    needed |= own | {
+        "fc.weight": (hidden, taps * hidden),
+        "norm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.mask_rep": (2 * hidden,),
+    }
+    if shapes:
+        check_layout(shapes, Layout(needed, optional | may, {}, is_quantized(config)), "DART", key)
+    return facts

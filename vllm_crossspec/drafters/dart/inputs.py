@@ -1,9 +1,8 @@
-"""What DART's one forward reads: the last accepted entry of every request, and masks after it.
+"""Inputs of DART's one forward: the last accepted entry of every request, and masks after it.
 
 The entry at position p joins the target's features of p with the embedding of the token at p + 1. Entries before the
-last accepted one need keys and values alone; the last one and K - 1 masks are the K query rows of a request, at
-positions p, p + 1, ... Masks write their keys and values behind the accepted tokens, where the entries of the next
-round take their place before anything reads them.
+last accepted one need only keys and values. The last one and K - 1 masks are a request's K query rows, at positions p,
+p + 1, ... Masks write keys and values after the accepted tokens. The next round overwrites them before they are read.
 
 Shape legend: R requests, S request slots, T target tokens of the step, K query rows (draft tokens) of a request.
 """
@@ -17,21 +16,20 @@ import triton.language as tl
 
 from vllm_crossspec.types import StepInputs
 
-PAD_SLOT = -1
-"""The cache slot of rows that write nothing."""
+PAD_SLOT = -1  # the cache slot of rows that write nothing
 
 
 class DartRows(NamedTuple):
     """Persistent buffers for the rows of a round; S most requests, T most target tokens, P at most S * K query rows.
 
     Attributes:
-        context_positions: int64 [T] of every row in the buffers that is an accepted entry, 0 elsewhere.
-        context_tokens: int64 [T] id of the token after each, 0 elsewhere.
+        context_positions: int64 [T] of accepted entries; 0 in other rows.
+        context_tokens: int64 [T] id of the token after each; 0 in other rows.
         context_slots: int64 [T] cache slot of each; ``PAD_SLOT`` for the last accepted entry, which is a query row,
             and for rejected rows.
-        entry_rows: int64 [S] place in the buffers of the last accepted entry.
+        entry_rows: int64 [S] row of the last accepted entry in the context buffers.
         entry_tokens: int64 [S] id of the token after it.
-        positions: int64 [P] of the query rows, request by request; rows past P are not wanted.
+        positions: int64 [P] of the query rows, request by request; rows past P are dropped.
         slots: int64 [P] cache slot of each.
         query_start_loc: int32 [S + 1]; seq_lens: int32 [S], past the batch 0.
         predicted_positions: int64 [S * K] of the token that each query row drafts.
@@ -56,7 +54,7 @@ class DartRows(NamedTuple):
 
 @triton.jit
 def _cache_slot(block_table_ptr, position, block_size, num_blocks, is_wanted):
-    # Block 0 holds nothing; blocks past the table do not exist.
+    # Block 0 means no block; blocks past the table do not exist.
     block = position // block_size
     is_wanted = is_wanted & (block < num_blocks)
     number = tl.load(block_table_ptr + block, mask=is_wanted, other=0).to(tl.int64)
@@ -136,7 +134,7 @@ def _query_rows_kernel(
     max_model_len,
     BLOCK: tl.constexpr,
 ):
-    # One program a request of the buffers; those past the batch are padded for CUDA graphs.
+    # One program per request of the buffers; those past the batch are padding for CUDA graphs.
     request = tl.program_id(0).to(tl.int64)
     offset = tl.arange(0, BLOCK)
     inside = offset < num_queries
@@ -188,71 +186,31 @@ def prepare_rows(
     kept: int,
     out: DartRows,
 ) -> None:
-    """Fill ``out`` for a batch; two launches, whatever the batch.
+    """Fill ``out`` for a batch; two launches.
 
     Args:
-        step: in the target's rows of each request the accepted ones come first.
+        step: among a request's target rows the accepted ones come first.
         block_table: int32 [>= R, blocks] of the drafter's cache group.
         block_size: tokens of a block.
         num_queries: K.
-        max_model_len: positions from there on are not cached.
-        kept: the buffers hold so many rows of every request, the first ones, among which all accepted ones are; 0: the
-            buffers hold all rows of the target.
-        takes_last: whether the last accepted entry is to be cached as context, too (no query rows will follow).
+        max_model_len: later positions are not cached.
+        kept: number of first rows of every request in the buffers, which include all accepted ones; 0: the buffers hold
+            all target rows.
+        takes_last: whether to cache the last accepted entry as context too, because no query rows follow.
         out: written.
     """
-    batch, num_slots, num_blocks = step.batch, out.entry_rows.shape[0], block_table.shape[1]
-    _query_rows_kernel[(num_slots,)](
-        out.entry_rows,
-        out.entry_tokens,
-        out.positions,
-        out.slots,
-        out.query_start_loc,
-        out.seq_lens,
-        out.predicted_positions,
-        out.request_slots,
-        out.temperature,
-        out.seeds,
-        batch.positions,
-        batch.query_start_loc,
-        batch.idx_mapping,
-        step.last_sampled,
-        step.next_prefill_tokens,
-        step.num_sampled,
-        step.num_rejected,
-        step.temperature,
-        step.seeds,
-        block_table,
-        block_table.stride(0),
-        num_blocks,
-        block_size,
-        batch.num_reqs,
-        num_queries,
-        min(out.positions.shape[0], out.slots.shape[0]),
-        kept,
-        max_model_len,
-        BLOCK=triton.next_power_of_2(num_queries),
-        num_warps=1,
+    batch, context, queries = step.batch, out[:3], out[3:]
+    target = (batch.positions, batch.query_start_loc, batch.idx_mapping, step.last_sampled, step.next_prefill_tokens)
+    sampled = (step.num_sampled, step.num_rejected, step.temperature, step.seeds)
+    blocks = (block_table, block_table.stride(0), block_table.shape[1], block_size)
+    sizes = (batch.num_reqs, num_queries, min(len(out.positions), len(out.slots)), kept, max_model_len)
+    _query_rows_kernel[(len(out.entry_rows),)](
+        *queries, *target, *sampled, *blocks, *sizes, BLOCK=triton.next_power_of_2(num_queries), num_warps=1
     )
     longest = int(batch.num_scheduled_tokens.max())
     longest = min(longest, kept) if kept else longest
-    # Two sizes: each is compiled anew, and a chunk of a prompt can be of any length.
+    # Only two block sizes, because each is compiled, and a prompt's chunk can have any length.
     block = 64 if longest <= 64 else 256
-    _context_rows_kernel[(batch.num_reqs, triton.cdiv(longest, block))](
-        out.context_positions,
-        out.context_tokens,
-        out.context_slots,
-        batch.input_ids,
-        batch.positions,
-        batch.query_start_loc,
-        step.num_rejected,
-        out.entry_tokens,
-        block_table,
-        block_table.stride(0),
-        num_blocks,
-        block_size,
-        kept,
-        TAKES_LAST=takes_last,
-        BLOCK=block,
-        num_warps=1,
-    )
+    grid = (batch.num_reqs, triton.cdiv(longest, block))
+    rows = (batch.input_ids, batch.positions, batch.query_start_loc, step.num_rejected, out.entry_tokens)
+    _context_rows_kernel[grid](*context, *rows, *blocks, kept, TAKES_LAST=takes_last, BLOCK=block, num_warps=1)

@@ -1,4 +1,4 @@
-"""The plain twin of the kernels: one row after the other."""
+"""The kernels in plain PyTorch, one row at a time."""
 
 import torch
 
@@ -17,7 +17,7 @@ def prepare_rows(
     kept: int,
     out: DartRows,
 ) -> None:
-    """See :func:`vllm_crossspec.drafters.dart.inputs.prepare_rows`."""
+    """As ``prepare_rows``."""
 
     def cache_slot(request: int, position: int) -> int:
         block = position // block_size
@@ -53,7 +53,7 @@ def prepare_rows(
 
 
 def _clear(out: DartRows) -> None:
-    """The rows past the batch, as CUDA graphs want them."""
+    """Set the rows past the batch to the padding of CUDA graphs."""
     for buffer in (out.entry_rows, out.entry_tokens, out.positions, out.seq_lens, out.predicted_positions):
         buffer.zero_()
     out.slots.fill_(PAD_SLOT)

@@ -1,9 +1,8 @@
-"""What a draft model reads at the start of a round: a few rows a request, its newest tokens.
+"""Inputs of a draft model at the start of a round: a fixed number of rows per request, for its newest tokens.
 
-Its cache holds every token of the text but, at most, these. A chain's drafts are in it but for the last one, which is
-never fed: two rows a request are enough, whatever was accepted. A tree's drafts are not, for their keys and values lie
-in a scratch: its rows are as many as a path may be long, and two. What is in the cache already is written once more.
-So a round needs a fixed number of rows, and no forward over rejected ones.
+The cache holds all earlier tokens. With chains it may lack the last draft, which is never fed, and the bonus token, so
+two rows per request suffice. With trees it lacks the whole accepted path, because a tree's keys and values are in a
+scratch: the rows are the longest path and two. Cached tokens are written again. So no pass runs over rejected rows.
 
 Shape legend: R requests, S request slots, N rows of a request, T target tokens of the step, P rows of the buffers.
 """
@@ -19,20 +18,19 @@ from vllm_crossspec.types import StepInputs
 
 CHAIN_ROWS = 2
 """Rows of a request whose drafts are chains."""
-NOBODY = -1
-"""The slot of rows that write nothing."""
+NO_SLOT = -1  # the slot of rows that write nothing
 
 
 class RoundRows(NamedTuple):
-    """Persistent buffers for the rows of a round, request by request; rows past P are not wanted.
+    """Persistent buffers for the rows of a round, request by request; rows past P are dropped.
 
     Attributes:
         input_ids: int32 [P]; positions: int64 [P].
-        row_slots: int64 [P] request slot that each row writes for; ``NOBODY`` for one whose position is none of the
-            request's new ones, for requests that are still inside their prompts, and past the batch.
+        row_slots: int64 [P] request slot that each row writes for; ``NO_SLOT`` for unused rows, for requests inside
+            their prompts, and past the batch.
         query_start_loc: int32 [S + 1]; seq_lens: int32 [S], past the batch 0.
         bonus_rows: int64 [S] row of each request's bonus token; bonus_positions: int64 [S]. Past the batch 0.
-        request_slots: int64 [S]; ``NOBODY`` past the batch and for requests that are still inside their prompts.
+        request_slots: int64 [S]; ``NO_SLOT`` past the batch and for requests inside their prompts.
         temperature: float32 [S], seeds: int64 [S], by slot.
     """
 
@@ -76,7 +74,7 @@ def _prepare_rows_kernel(
     ROWS: tl.constexpr,  # N
     BLOCK: tl.constexpr,
 ):
-    # One program a request of the buffers; those past the batch are padded for CUDA graphs.
+    # One program per request of the buffers; those past the batch are padding for CUDA graphs.
     request = tl.program_id(0).to(tl.int64)
     first_row = ROWS * request
     i = tl.arange(0, BLOCK)
@@ -88,12 +86,12 @@ def _prepare_rows_kernel(
         has_bonus = tl.load(num_sampled_ptr + request) > 0
         accepted = tl.load(target_ids_ptr + last)
         bonus = tl.where(has_bonus, tl.load(last_sampled_ptr + slot), accepted).to(tl.int32)
-        # Requests inside their prompts take the rows along without a slot: what they read is short, and unused.
+        # Requests inside their prompts get rows without a slot: they read little, and nothing uses the result.
         count = tl.where(has_bonus, tl.minimum(known, ROWS - 1), 1)
         position = tl.where(has_bonus, tl.load(target_positions_ptr + last), 0)
         following = tl.minimum(position + 1, max_model_len - 1)
         first = position - count + 1
-        # At the end of the positions the rows begin earlier, and the first ones write nothing.
+        # Near the longest position the rows begin earlier, and the first ones write nothing.
         base = tl.minimum(first, max_model_len - ROWS)
         place = base + i
         shown = tl.minimum(tl.maximum(place, first), following)
@@ -127,45 +125,21 @@ def _prepare_rows_kernel(
 def prepare_rows(
     step: StepInputs, num_reqs: int, *, num_rows: int, max_model_len: int, writes: bool, out: RoundRows
 ) -> None:
-    """Fill ``out`` for a batch; one launch, whatever the batch.
+    """Fill ``out`` for a batch; one launch.
 
-    A request's rows are as many of its newest accepted tokens as there are in the step, at most N - 1, then its bonus
-    token, then rows that stand for nothing.
+    A request's rows are its accepted tokens of the step (at most the newest N - 1), then its bonus token, then unused
+    rows.
 
     Args:
-        step: in the target's rows of each request the accepted ones come first.
-        num_reqs: R, requests to look at; the first ones of the batch.
+        step: among a request's target rows the accepted ones come first.
+        num_reqs: R, first requests of the batch.
         num_rows: N, at least 2 and at most ``max_model_len``.
         max_model_len: positions end before it.
-        writes: False for rows whose keys and values must not be cached (dummy rounds).
+        writes: False if keys and values must not be cached (dummy rounds).
         out: written.
     """
-    batch = step.batch
-    _prepare_rows_kernel[(out.seq_lens.shape[0],)](
-        out.input_ids,
-        out.positions,
-        out.row_slots,
-        out.query_start_loc,
-        out.seq_lens,
-        out.bonus_rows,
-        out.bonus_positions,
-        out.request_slots,
-        out.temperature,
-        out.seeds,
-        batch.input_ids,
-        batch.positions,
-        batch.query_start_loc,
-        batch.idx_mapping,
-        step.num_sampled,
-        step.num_rejected,
-        step.last_sampled,
-        step.temperature,
-        step.seeds,
-        num_reqs,
-        min(out.input_ids.shape[0], out.positions.shape[0], out.row_slots.shape[0]),
-        max_model_len,
-        WRITES=writes,
-        ROWS=num_rows,
-        BLOCK=triton.next_power_of_2(num_rows),
-        num_warps=1,
-    )
+    target = (step.batch.input_ids, step.batch.positions, step.batch.query_start_loc, step.batch.idx_mapping)
+    sampled = (step.num_sampled, step.num_rejected, step.last_sampled, step.temperature, step.seeds)
+    sizes = (num_reqs, min(len(out.input_ids), len(out.positions), len(out.row_slots)), max_model_len)
+    constants = {"WRITES": writes, "ROWS": num_rows, "BLOCK": triton.next_power_of_2(num_rows)}
+    _prepare_rows_kernel[(len(out.seq_lens),)](*out, *target, *sampled, *sizes, **constants, num_warps=1)

@@ -1,15 +1,15 @@
-"""Prompt lookup: what followed the last tokens where they stood before in the request's own text (Saxena, 2023)."""
+"""Prompt lookup: continuations of the last tokens' earlier occurrences in the request's own text (Saxena, 2023)."""
 
 from types import MappingProxyType
 
-from vllm_crossspec.drafters.base import DrafterKind
+from vllm_crossspec.kinds.drafter import DrafterKind
 
 KIND = DrafterKind(
     name="ngram",
     vllm_method="ngram_gpu",
     checkpoint="vllm_crossspec.drafters.ngram.checkpoint",
-    proposer="vllm_crossspec.engine.proposers.lookup:LookupProposer",
-    tree_proposer="vllm_crossspec.engine.proposers.lookup:LookupProposer",
+    proposer="vllm_crossspec.drafters.lookup.proposer:LookupProposer",
+    tree_proposer="vllm_crossspec.drafters.lookup.proposer:LookupProposer",
     tree="matches",
     supplies="matches",
     is_autoregressive=False,

@@ -1,4 +1,4 @@
-"""There is no checkpoint, and one draft token is the least that vLLM knows."""
+"""Facts of the drafter that drafts nothing; vLLM needs at least one draft token."""
 
 from typing import Any
 
@@ -7,5 +7,4 @@ from vllm_crossspec.types import DrafterFacts, TargetFacts
 
 
 def read_facts(config: dict[str, Any], key: str, target: TargetFacts) -> DrafterFacts:
-    """See the registry (``drafters.base``)."""
     return checkpoint.read_facts(config, key, target)._replace(max_draft_tokens=1, default_draft_tokens=1)

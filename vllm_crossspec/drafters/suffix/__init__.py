@@ -1,4 +1,4 @@
-"""SuffixDecoding: trees of what followed the last tokens before, in whatever text (Oliaro et al., 2024)."""
+"""SuffixDecoding: trees of the last tokens' earlier continuations, in any text (Oliaro et al., 2024)."""
 
 from types import MappingProxyType
 
@@ -8,4 +8,5 @@ KIND = ngram.KIND._replace(
     name="suffix",
     drafts_trees=True,
     lookup=MappingProxyType({"min_match": 1, "max_match": 16, "num_matches": 16, "share": False}),
+    vllm_needs="arctic_inference",
 )

@@ -1,0 +1,1 @@
+"""Models of larger shapes that compute what a small one computes. Speed is measured with them."""

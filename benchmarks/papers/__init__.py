@@ -1,1 +1,0 @@
-"""The tables of the five papers, made on models at hand: a module a paper, see ``paper_tables.py``."""

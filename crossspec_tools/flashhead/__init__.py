@@ -1,0 +1,1 @@
+"""Clustering of an output embedding for a FlashHead, and `crossspec flashhead`."""

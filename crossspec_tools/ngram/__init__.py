@@ -1,0 +1,1 @@
+"""Building, checking and importing of n-gram stores, and `crossspec ngram`."""

@@ -1,0 +1,227 @@
+"""DFlash for a frozen target: blocks of masks over the target's own responses, z-lab's checkpoint format.
+
+The recipe is our own, for the reason that ``train.eagle3`` gives.
+
+Training does what inference does. The drafter has no context tokens of its own. In each layer the keys and values
+before the block come from the target's features: the residual stream after some layers, fused by ``fc``, normed by
+``hidden_norm``. The block is the token that the target has just emitted at position a (the anchor), then masks at
+a + 1, a + 2, ... Its tokens see one another in both directions and the context before a. The output at a mask is the
+draft of its own position. Embedding and head are the target's.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AutoTokenizer
+
+from crossspec_tools.devices import choose_device
+from crossspec_tools.train import blocks
+from crossspec_tools.train.blocks import Attention, Drafter, RMSNorm, Shape, draft_attention, write_drafter
+from crossspec_tools.train.data import MASK
+from crossspec_tools.train.drafter_run import Run, Trainee, train_drafter
+from crossspec_tools.train.generations import Batch, read_generations, sample_anchors
+from crossspec_tools.train.loop import LoopConfig
+from crossspec_tools.train.losses import block_loss, drafted_places
+from crossspec_tools.train.recipes import DFlashConfig
+from crossspec_tools.train.start import Start, check_names, load_start, read_drafter
+from crossspec_tools.train.states import FrozenTarget, States, load_target, target_settings
+from vllm_crossspec.kinds.checkpoint import require
+
+
+class _Layer(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.self_attn = Attention(shape.hidden, shape, has_norms=True)
+        self.mlp = blocks.MLP(shape.hidden, shape.inner)
+        self.input_layernorm = RMSNorm(shape.hidden, shape.eps)
+        self.post_attention_layernorm = RMSNorm(shape.hidden, shape.eps)
+
+
+def target_layer_ids(depth: int, count: int) -> list[int]:
+    """``count`` layers spread evenly from 1 to ``depth - 3`` (z-lab's rule; id i is the output of layer i).
+
+    Raises ValueError: the target has fewer layers there.
+    """
+    first, last = 1, depth - 3
+    if not 1 <= count <= last - first + 1:
+        raise ValueError(f"--target-layers {count} must lie within 1..{last - first + 1} for {depth} target layers")
+    if count == 1:
+        return [depth // 2]
+    return [round(first + i * (last - first) / (count - 1)) for i in range(count)]
+
+
+class DFlashDrafter(Drafter):
+    """The drafter, with the parameter names of the public format; the head stays the target's, too."""
+
+    def __init__(self, config: DFlashConfig, target: Any, seed: int):
+        super().__init__(config.intermediate_size, target)
+        hidden, eps = self.shape.hidden, self.shape.eps
+        self.fc = nn.Linear(config.num_target_layers * hidden, hidden, bias=False)
+        self.hidden_norm = RMSNorm(hidden, eps)
+        self.layers = nn.ModuleList(_Layer(self.shape) for _ in range(config.num_layers))
+        self.norm = RMSNorm(hidden, eps)
+        blocks.initialise(self, seed)
+
+    def forward(self, states: States, block: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        """Normed outputs [B, A, S - 1, H] of the masks of every block, ready for the target's head.
+
+        Args:
+            block: embeddings [B, A, S, H] of the anchor token and the masks.
+            anchors: int64 [B, A], position of the anchor token.
+        """
+        context = self.hidden_norm(self.fc(states.taps))
+        places = torch.arange(context.shape[1], device=anchors.device)
+        positions = anchors[..., None] + torch.arange(block.shape[2], device=anchors.device)
+        x = block
+        for layer in self.layers:
+            attention = layer.self_attn
+            normed = layer.input_layernorm(x)
+            seen = draft_attention(
+                attention.queries(normed, positions, self.theta),
+                attention.keys_values(context, places, self.theta),
+                anchors,
+                attention.keys_values(normed, positions, self.theta),
+            )
+            x = x + attention.o_proj(seen)
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        return self.norm(x[:, :, 1:])
+
+
+def mask_blocks(
+    tokens: torch.Tensor, anchors: torch.Tensor, embedding: torch.Tensor, block_size: int, mask_id: int
+) -> torch.Tensor:
+    """Embeddings [B, A, block_size, H] of blocks that begin with the token at each anchor and go on with masks."""
+    ids = torch.full((*anchors.shape, block_size), mask_id, device=tokens.device)
+    ids[..., 0] = tokens.gather(1, anchors)
+    return F.embedding(ids, embedding)
+
+
+def dflash_loss(
+    model: DFlashDrafter,
+    target: FrozenTarget,
+    batch: Batch,
+    config: DFlashConfig,
+    mask_id: int,
+    generator: torch.Generator,
+) -> tuple[torch.Tensor, dict[str, float]]:
+    """Cross-entropy with the target's distribution at every mask, earlier masks weighing more, in nats a token."""
+    states = target.states(batch.tokens)
+    anchors, real = sample_anchors(batch, 0, config.anchors_per_row, generator)
+    teacher = target.teach(states, batch, config.teacher_temperature)
+    steps = torch.arange(config.block_size - 1, device=anchors.device)
+    places, valid = drafted_places(teacher, batch, anchors, steps)
+    valid = valid & real[..., None]
+    places = places[valid]
+    with target.autocast():
+        block = mask_blocks(batch.tokens, anchors, target.embedding, config.block_size, mask_id)
+        logits = F.linear(model(states, block, anchors)[valid], target.head).float()
+    losses = F.cross_entropy(logits, teacher.probs[places], reduction="none")
+    hits = logits.detach().argmax(-1) == teacher.top[places]
+    return block_loss(losses, hits, valid, torch.exp(-steps / config.decay))
+
+
+def checkpoint(
+    model: DFlashDrafter, config: DFlashConfig, target: Any, mask_id: int
+) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Configuration and tensors in z-lab's format, which vLLM's own ``dflash`` method reads."""
+    layers = target_layer_ids(target.num_hidden_layers, config.num_target_layers)
+    own = {
+        "attention_dropout": 0.0,
+        "block_size": config.block_size,
+        "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": layers},
+        "dtype": "bfloat16",
+        "layer_types": ["full_attention"] * config.num_layers,
+        "max_window_layers": config.num_layers,
+        "num_hidden_layers": config.num_layers,
+        "num_target_layers": target.num_hidden_layers,
+        "sliding_window": None,
+        "use_sliding_window": False,
+    }
+    settings = model.layer_settings(target, "DFlashDraftModel", "qwen3", **own)
+    return settings, {name: x.cpu() for name, x in model.state_dict().items()}
+
+
+def drafts(
+    model: DFlashDrafter, target: FrozenTarget, batch: Batch, anchors: torch.Tensor, block_size: int, mask_id: int
+) -> torch.Tensor:
+    """The greedy blocks behind the tokens at ``anchors``: int64 [B, A, block_size - 1]."""
+    block = mask_blocks(batch.tokens, anchors, target.embedding, block_size, mask_id)
+    return F.linear(model(target.states(batch.tokens), block, anchors), target.head).argmax(-1)
+
+
+def read_start(config: DFlashConfig, target: Any, mask_id: int) -> Start:
+    """Read the drafter in ``config.start``. Raises ValueError: not a DFlash drafter of this target and shape."""
+    made = "a DFlash drafter that `crossspec train dflash` made"
+    start = read_drafter(Path(config.start), target, "dflash", made)
+    sliding = sorted(set(start.settings.get("layer_types") or ()) - {"full_attention"})
+    if sliding:
+        raise ValueError(f"{start.name} has layers of {sliding[0]}; {start.remedy}")
+    if start.facts.mask_token_id != mask_id:
+        mask = f"token {start.facts.mask_token_id} as its mask"
+        raise ValueError(f"{start.name} has {mask}, but the target's {MASK} is {mask_id}; {start.remedy}")
+    ids = target_layer_ids(target.num_hidden_layers, config.num_target_layers)
+    taps = [i - 1 for i in start.facts.target_layers]  # as config.json counts: one lower than vLLM
+    inner, layers = start.intermediate_size, num_layers(start)
+    if taps != ids:
+        what = f"--target-layers {config.num_target_layers} reads {ids} of the target, but {start.name} {taps}"
+        raise ValueError(f"{what}; give as many as it reads, or another drafter")
+    if config.intermediate_size != inner:
+        what = f"--intermediate-size {config.intermediate_size}: {start.name} has {inner}"
+        raise ValueError(f"{what}, which stays; leave the option out")
+    if config.num_layers < layers:
+        raise ValueError(
+            f"--layers {config.num_layers}: {start.name} has {layers}, which all stay; give as many or more"
+        )
+    return start
+
+
+def num_layers(start: Start) -> int:
+    """Layers that a drafter has."""
+    return int(require(start.settings, "num_hidden_layers", start.name))
+
+
+@torch.no_grad()
+def begin_as(model: DFlashDrafter, start: Start) -> None:
+    """Give ``model`` the weights of ``start``; its further layers begin without an effect.
+
+    Their two projections into the residual stream are zero. These learn from the first step on, the parts before them
+    from the second. Raises ValueError: ``start`` lacks a weight, or has one too many or of another shape.
+    """
+    further = tuple(f"layers.{i}." for i in range(num_layers(start), len(model.layers)))
+    check_names(start, {name for name in model.state_dict() if not name.startswith(further)})
+    load_start(model, start)
+    for name, parameter in model.named_parameters():
+        if name.startswith(further) and name.endswith(("o_proj.weight", "down_proj.weight")):
+            parameter.zero_()
+
+
+def train_dflash(
+    data: Path, target_folder: Path, out: Path, config: DFlashConfig, loop: LoopConfig, device: str = "cpu"
+) -> dict[str, float]:
+    """Train on the generations in ``data`` and write ``out/model``; see :func:`drafter_run.train_drafter`."""
+    place = choose_device(device)
+    settings = target_settings(target_folder)
+    mask_id = AutoTokenizer.from_pretrained(target_folder, trust_remote_code=False).get_vocab().get(MASK)
+    if mask_id is None:
+        raise ValueError(f"--target {target_folder}: its tokenizer has no {MASK} token, which DFlash needs")
+    ids = target_layer_ids(settings.num_hidden_layers, config.num_target_layers)
+    start = read_start(config, settings, mask_id) if config.start else None
+    model = DFlashDrafter(config, settings, loop.seed)
+    if start is not None:
+        begin_as(model, start)
+    causal_lm, _ = load_target(target_folder, torch.float32, place)
+    target = FrozenTarget(causal_lm, [i + 1 for i in ids], config.bfloat16)
+    model.to(place)
+    trainee = Trainee(
+        "dflash",
+        model,
+        loss=lambda batch, generator: dflash_loss(model, target, batch, config, mask_id, generator),
+        draft=lambda batch, anchors: drafts(model, target, batch, anchors, config.block_size, mask_id),
+        num_drafts=config.block_size - 1,
+        write=lambda folder: write_drafter(folder, *checkpoint(model, config, settings, mask_id)),
+    )
+    rows = read_generations(data, "train", settings.vocab_size)
+    return train_drafter(Run(data, target_folder, out, config, loop), trainee, target, rows)

@@ -1,0 +1,100 @@
+"""The target answers the training prompts itself: drafters learn from the very text that they will have to guess.
+
+Here is what is asked for, in shards, so that a run that was stopped goes on with the first shard that is missing;
+engines of vLLM answer (:mod:`crossspec_tools.train.job_generate`).
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from crossspec_tools.records.sharded import Shard, Work, run_missing
+from crossspec_tools.train.data import IM_END, Row, chat_prompt, read_rows
+from crossspec_tools.train.generations import claim
+from crossspec_tools.train.recipes import GenerateConfig
+from crossspec_tools.train.states import target_settings
+
+GENERATE = Work("train generate", "crossspec_tools.train.job_generate", "tokens")
+
+
+def generate(
+    data: Path,
+    target: Path,
+    out: Path,
+    config: GenerateConfig,
+    *,
+    engines: int = 1,
+    tensor_parallel_size: int | None = None,
+    gpu_memory_utilization: float | None = None,
+) -> int:
+    """Answer the prompts of ``data`` with ``target``; write ``train-*.jsonl.gz`` and ``dev-*.jsonl.gz`` to ``out``.
+
+    Returns how many response tokens were written now. Raises ValueError as :func:`plan`, or the engine refuses the
+    target. Raises EngineError: an engine's process died.
+    """
+    job, shards = plan(data, target, out, config)
+    job["engine"] = {
+        "model": str(target),
+        "dtype": config.dtype,
+        "seed": config.seed,
+        "max_num_seqs": config.rows_per_batch,
+        "max_model_len": config.max_prompt_tokens + config.max_new_tokens,
+        "tensor_parallel_size": tensor_parallel_size,
+        "gpu_memory_utilization": gpu_memory_utilization,
+    }
+    return run_missing(GENERATE, job, shards, config.max_new_tokens, engines)
+
+
+def plan(data: Path, target: Path, out: Path, config: GenerateConfig) -> tuple[dict[str, Any], list[Shard]]:
+    """What an engine is asked to generate: a job without its engine and shards, and all shards; ``out`` is claimed.
+
+    Raises ValueError: no rows, no target, a target whose positions do not reach so far, or ``out`` holds shards of
+    other settings.
+    """
+    splits = {"train": read_rows(data)}
+    if list(data.glob("dev-*.jsonl*")):
+        splits["dev"] = read_rows(data, "dev-*.jsonl*")
+    length = config.max_prompt_tokens + config.max_new_tokens
+    most = target_settings(target).get_text_config().max_position_embeddings
+    if length > most:
+        raise ValueError(
+            f"--max-prompt-tokens and --max-new-tokens are {length} together, {target} has {most} positions"
+        )
+    tokenizer = AutoTokenizer.from_pretrained(target, trust_remote_code=False)
+    end_id = tokenizer.get_vocab().get(IM_END)
+    if end_id is None:
+        raise ValueError(f"--target {target}: its tokenizer has no {IM_END}; give a ChatML target")
+    shards = [
+        shard for split, rows in sorted(splits.items()) for shard in _shards(tokenizer, split, rows, data, config)
+    ]
+    claim(out, "generate.json", asdict(config) | {"target": str(target.resolve())})
+    job = {"out": str(out), "end_id": end_id, "max_new_tokens": config.max_new_tokens}
+    return job, [{"number": number, **shard} for number, shard in enumerate(shards)]
+
+
+def _shards(tokenizer: Any, split: str, rows: Sequence[Row], data: Path, config: GenerateConfig) -> Iterator[Shard]:
+    prompts = _prompts(tokenizer, rows, config, config.sampled_share if split == "train" else 0.0)
+    if split == "train" and config.max_rows:
+        prompts = prompts[: config.max_rows]
+    if not prompts:
+        raise ValueError(f"--data {data}: no {split} prompt has at most {config.max_prompt_tokens} tokens")
+    for number, start in enumerate(range(0, len(prompts), config.shard_rows)):
+        chosen = prompts[start : start + config.shard_rows]
+        yield {"file": f"{split}-{number:05d}.jsonl.gz", "num_texts": len(chosen), "prompts": chosen}
+
+
+def _prompts(tokenizer: Any, rows: Sequence[Row], config: GenerateConfig, sampled_share: float) -> list[dict[str, Any]]:
+    rng = random.Random(config.seed)
+    encoded = tokenizer([chat_prompt(r.prompt) for r in rows], add_special_tokens=False)["input_ids"]
+    prompts = [
+        {"ids": ids, "category": row.category, "temperature": config.temperature * (rng.random() < sampled_share)}
+        for ids, row in zip(encoded, rows, strict=True)
+        if len(ids) <= config.max_prompt_tokens
+    ]
+    rng.shuffle(prompts)
+    # Each draws by a seed of its own, whatever shard and batch it is in.
+    return [{**prompt, "seed": config.seed * 1_000_003 + number} for number, prompt in enumerate(prompts)]

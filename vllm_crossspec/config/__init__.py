@@ -1,0 +1,1 @@
+"""What users may say in `--speculative-config`, checked and as frozen settings."""

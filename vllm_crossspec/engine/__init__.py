@@ -1,1 +1,0 @@
-"""The one room that talks to vLLM."""

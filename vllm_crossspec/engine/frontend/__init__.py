@@ -1,1 +1,0 @@
-"""From our speculative config to vLLM's: built, resolved, scheduled, refused; nothing heavy is loaded."""

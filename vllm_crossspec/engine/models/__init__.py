@@ -1,1 +1,0 @@
-"""Drafters that vLLM has no model of."""

@@ -1,1 +1,0 @@
-"""Sample-and-match in the place of vLLM's rejection sampler."""

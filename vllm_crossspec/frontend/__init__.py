@@ -1,0 +1,1 @@
+"""From our speculative config to vLLM's: built, resolved, refused; nothing heavy is loaded."""

@@ -1,1 +1,0 @@
-"""Output layers of drafters. None of them ever serves the target."""

@@ -1,0 +1,1 @@
+"""Our parts inside vLLM: replaced methods, and classes that extend its own."""

@@ -1,1 +1,0 @@
-"""Routing: which drafter drafts for a request in a round."""

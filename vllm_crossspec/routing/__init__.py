@@ -1,0 +1,1 @@
+"""Routing: choosing the drafter of each request in each round."""

@@ -1,0 +1,1 @@
+"""The speculators that vLLM calls: of one drafter, of several under a router, or for recording."""

@@ -1,0 +1,1 @@
+"""One step of the runner, and the seats of features in it."""

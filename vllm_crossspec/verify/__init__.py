@@ -1,1 +1,0 @@
-"""Verification of draft trees: rows and masks of a step, attention among them, penalties, and the walk."""
