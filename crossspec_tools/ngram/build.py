@@ -9,6 +9,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from multiprocessing import get_context
 from pathlib import Path
@@ -19,6 +20,7 @@ from crossspec_tools.ngram.count import Keys, write_levels, write_runs
 from crossspec_tools.ngram.inputs import Piece
 from crossspec_tools.ngram.levels import Facts, Progress, quiet, write_store
 from vllm_crossspec.files import replacing
+from vllm_crossspec.jobs.cluster import ray_connected
 from vllm_crossspec.ngram_store.store import MAX_CODES, MAX_ORDER, MAX_VOCAB_SIZE, MIN_ORDER, Header, tokenizer_hash
 
 PLAN = "plan.json"
@@ -172,12 +174,13 @@ def _fan_out(count: Any, jobs: list[tuple[int, Piece]], workers: int) -> Iterato
     if workers <= 1 or len(jobs) <= 1:
         yield from (count(*job) for job in jobs)
         return
-    try:
-        import ray
-    except ModuleNotFoundError:
-        yield from _on_processes(count, jobs, workers)
-        return
-    yield from _on_ray(ray, count, jobs, workers)
+    with ExitStack() as stack:
+        try:
+            ray = stack.enter_context(ray_connected())
+        except ModuleNotFoundError:
+            yield from _on_processes(count, jobs, workers)
+        else:
+            yield from _on_ray(ray, count, jobs, workers)
 
 
 def _on_processes(count: Any, jobs: list[tuple[int, Piece]], workers: int) -> Iterator[int]:
@@ -192,8 +195,6 @@ def _on_processes(count: Any, jobs: list[tuple[int, Piece]], workers: int) -> It
 
 def _on_ray(ray: Any, count: Any, jobs: Iterable[tuple[int, Piece]], workers: int) -> Iterator[int]:
     """At most ``workers`` tasks at once, on whichever machines Ray has."""
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False)
     task = ray.remote(count_piece)
     left, running = iter(jobs), []
     try:

@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from rich.progress import TaskProgressColumn
 from vllm_crossspec.cli.processes import BOUND_CORES, EngineError, Event, started
 from vllm_crossspec.cli.stages import bars
 from vllm_crossspec.files import replacing
+from vllm_crossspec.jobs.cluster import ray_connected
 
 RETRIES = 2
 """How often an engine on Ray that died begins its part anew."""
@@ -80,40 +82,36 @@ def _on_ray(work: Work, job: dict[str, Any], missing: Sequence[Shard], engines: 
 
     Models must be found under the same names on all machines.
     """
-    try:
-        import ray
-    except ModuleNotFoundError:
+    if find_spec("ray") is None:
         problem = f'{work.name}: several engines need Ray: run `pip install "vllm-crossspec[ray]"`, or ask for one'
-        raise ValueError(problem) from None
-
-    if not ray.is_initialized():
-        ray.init(log_to_driver=False)
-    task = ray.remote(
-        num_cpus=1,
-        num_gpus=(job["engine"]["tensor_parallel_size"] or 1) if ray.cluster_resources().get("GPU") else 0,
-        num_returns="streaming",
-        max_retries=RETRIES,
-        retry_exceptions=[EngineError],
-        scheduling_strategy="SPREAD",
-    )(_with_contents)
-    files = {shard["number"]: Path(job["out"], shard["file"]) for shard in missing}
-    parts = [missing[i::engines] for i in range(min(engines, len(missing)))]
-    running = [task.remote(work, {**job, "shards": part}, os.getcwd()) for part in parts]
-    while running:
-        (first, *_), _ = ray.wait(running)
-        try:
-            event, content = ray.get(next(first))
-        except StopIteration:
-            running.remove(first)
-            continue
-        except ray.exceptions.RayError as problem:
-            cause = getattr(problem, "cause", None)
-            if isinstance(cause, ValueError | EngineError):
-                raise cause from None
-            raise EngineError(f"{work.name}: {str(problem).strip().partition(chr(10))[0]}") from None
-        with replacing(files[event["number"]]) as partial:
-            partial.write_bytes(content)
-        yield event
+        raise ValueError(problem)
+    with ray_connected() as ray:
+        task = ray.remote(
+            num_cpus=1,
+            num_gpus=(job["engine"]["tensor_parallel_size"] or 1) if ray.cluster_resources().get("GPU") else 0,
+            num_returns="streaming",
+            max_retries=RETRIES,
+            retry_exceptions=[EngineError],
+            scheduling_strategy="SPREAD",
+        )(_with_contents)
+        files = {shard["number"]: Path(job["out"], shard["file"]) for shard in missing}
+        parts = [missing[i::engines] for i in range(min(engines, len(missing)))]
+        running = [task.remote(work, {**job, "shards": part}, os.getcwd()) for part in parts]
+        while running:
+            (first, *_), _ = ray.wait(running)
+            try:
+                event, content = ray.get(next(first))
+            except StopIteration:
+                running.remove(first)
+                continue
+            except ray.exceptions.RayError as problem:
+                cause = getattr(problem, "cause", None)
+                if isinstance(cause, ValueError | EngineError):
+                    raise cause from None
+                raise EngineError(f"{work.name}: {str(problem).strip().partition(chr(10))[0]}") from None
+            with replacing(files[event["number"]]) as partial:
+                partial.write_bytes(content)
+            yield event
 
 
 def _with_contents(work: Work, job: dict[str, Any], cwd: str) -> Iterator[tuple[Event, bytes]]:

@@ -27,6 +27,7 @@ from vllm_crossspec.cli.prompts import json_rows, parquet_rows
 from vllm_crossspec.cli.report import say_nothing_was_drafted
 from vllm_crossspec.differences import differences
 from vllm_crossspec.files import replacing
+from vllm_crossspec.jobs.cluster import ray_connected
 from vllm_crossspec.names import counted, nearest
 
 SAMPLING = (
@@ -172,27 +173,28 @@ def _claim(out: Path, job: Row, requests: list[Row]) -> list[Row]:
 
 def _answered(job: Row, missing: list[Row], parts: Path, replicas: int, shard_rows: int) -> Iterator[Row]:
     """Shards as the pool answers them, each written to the file. Raises ValueError where an engine does not start."""
-    import ray.data
+    with ray_connected() as ray:
+        from ray import data
 
-    ray.init(log_to_driver=False, ignore_reinit_error=True)
-    ray.data.DataContext.get_current().max_errored_blocks = -1  # a shard that is given up does not stop the others
-    shards = [json.dumps(missing[start : start + shard_rows]) for start in range(0, len(missing), shard_rows)]
-    answers = ray.data.from_items([{"shard": shard} for shard in shards], override_num_blocks=len(shards)).map_batches(
-        Replica,
-        fn_constructor_args=({**job, "cwd": os.getcwd()},),
-        batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=min(replicas, len(shards)), max_tasks_in_flight_per_actor=1),
-        num_cpus=1,
-        num_gpus=(job["engine"]["tensor_parallel_size"] or 1) if ray.cluster_resources().get("GPU") else 0,
-        max_task_retries=RETRIES,
-    )
-    with parts.open("a", buffering=1) as file:
-        for line in answers.iter_rows():
-            part = json.loads(line["answer"])
-            if "refused" in part:
-                raise ValueError(f"batch: {part['refused']}")
-            file.write(line["answer"] + "\n")
-            yield part
+        data.DataContext.get_current().max_errored_blocks = -1  # a shard that is given up does not stop the others
+        shards = [json.dumps(missing[start : start + shard_rows]) for start in range(0, len(missing), shard_rows)]
+        rows = data.from_items([{"shard": shard} for shard in shards], override_num_blocks=len(shards))
+        answers = rows.map_batches(
+            Replica,
+            fn_constructor_args=({**job, "cwd": os.getcwd()},),
+            batch_size=1,
+            compute=data.ActorPoolStrategy(size=min(replicas, len(shards)), max_tasks_in_flight_per_actor=1),
+            num_cpus=1,
+            num_gpus=(job["engine"]["tensor_parallel_size"] or 1) if ray.cluster_resources().get("GPU") else 0,
+            max_task_retries=RETRIES,
+        )
+        with parts.open("a", buffering=1) as file:
+            for line in answers.iter_rows():
+                part = json.loads(line["answer"])
+                if "refused" in part:
+                    raise ValueError(f"batch: {part['refused']}")
+                file.write(line["answer"] + "\n")
+                yield part
 
 
 class Replica:
