@@ -1,5 +1,6 @@
 """Stored states of the target: an engine's are transformers', and a training's loss from them is the live target's."""
 
+import gzip
 import json
 import shutil
 from collections import Counter
@@ -36,7 +37,7 @@ from crossspec_tools.train.draft_model import build_draft_model, distillation_lo
 from crossspec_tools.train.drafter_run import Run, open_target, read_responses
 from crossspec_tools.train.eagle3 import Eagle3Drafter, eagle3_loss
 from crossspec_tools.train.generate import STATES_BYTES, generate, plan, state_layers
-from crossspec_tools.train.generations import collate, read_generations
+from crossspec_tools.train.generations import Generation, collate, read_generations
 from crossspec_tools.train.job_states import Recording, StateRecorder, Step
 from crossspec_tools.train.states import load_ends
 from crossspec_tools.train.stored import Wanted, states_path, write_states
@@ -133,8 +134,7 @@ def store(folder: Path, target_folder: Path, layers, dtype: torch.dtype, shift: 
     target = frozen_target(target_folder, layers)
     wanted = Wanted(tuple(layers), identify(str(target_folder), "--target"))
     for file in folder.glob("*.jsonl.gz"):
-        lines = read_generations(folder, file.name.partition("-")[0], VOCAB)
-        rows = [row for row in lines if row in _rows_of(file)]
+        rows = [Generation(**json.loads(line)) for line in gzip.decompress(file.read_bytes()).splitlines()]
         parts = {"taps": [], "last": [], "top": []}
         for i, row in enumerate(rows):
             count, source = len(row.prompt_ids + row.response_ids) - 1, collate([rows[i - shift]]).tokens
@@ -145,15 +145,6 @@ def store(folder: Path, target_folder: Path, layers, dtype: torch.dtype, shift: 
         tensors = {name: torch.cat(part) for name, part in parts.items()}
         ends = [0, *(len(part) for part in parts["last"])]
         write_states(states_path(file), tensors | {"offsets": torch.tensor(ends).cumsum(0)}, wanted)
-
-
-def _rows_of(file: Path):
-    folder = file.parent / "alone"
-    folder.mkdir(exist_ok=True)
-    shutil.copy(file, folder / file.name)
-    rows = read_generations(folder, file.name.partition("-")[0], VOCAB)
-    shutil.rmtree(folder)
-    return rows
 
 
 @pytest.fixture
@@ -206,9 +197,9 @@ def test_a_steps_loss_is_the_live_targets(copied, target_folder, kind):
     assert torch.equal(target.states_of(stored).taps[:, :4], target.states(stored.tokens).taps[:, :4])
     torch.testing.assert_close(loss_of(kind, target, stored), live, rtol=1e-5, atol=1e-6)
     store(copied, target_folder, LAYERS, torch.bfloat16)
-    torch.testing.assert_close(loss_of(kind, target, batch()), live, rtol=1e-2, atol=0)
+    torch.testing.assert_close(loss_of(kind, target, batch()), live, rtol=3e-3, atol=0)
     store(copied, target_folder, LAYERS, torch.float32, shift=1)
-    assert ((loss_of(kind, target, batch()) - live) / live).abs().max() > 2e-2  # states of another row
+    assert ((loss_of(kind, target, batch()) - live) / live).abs().max() > 6e-3  # states of another row
 
 
 def test_tokens_that_were_not_stored_are_computed(copied, target_folder):
