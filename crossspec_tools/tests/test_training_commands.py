@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 from tiny_training import DEPTH, DRAFT_MODEL, EAGLE3, LOOP, RESPONSES, TRAINERS, VOCAB, train_command
-from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, GemmaConfig, GemmaForCausalLM
 from typer.testing import CliRunner
 
 from crossspec_tools.train.cli import app as train_app
@@ -58,18 +58,19 @@ def test_bad_sizes_are_one_sentence(tmp_path, responses, target_folder):
 
 
 def test_a_draft_model_of_another_architecture_is_one_sentence(tmp_path, responses, target_folder):
-    config = LlamaConfig(
+    config = GemmaConfig(
         vocab_size=VOCAB,
         hidden_size=32,
         intermediate_size=48,
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
+        head_dim=16,
     )
-    folder = tmp_path / "llama"
-    LlamaForCausalLM(config).save_pretrained(folder)
+    folder = tmp_path / "gemma"
+    GemmaForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(target_folder).save_pretrained(folder)
-    with pytest.raises(ValueError, match="--target is a llama model"):
+    with pytest.raises(ValueError, match="--target is a gemma model; draft models are made for llama and qwen3 ones"):
         train_draft_model(responses, folder, tmp_path / "out", DRAFT_MODEL, LOOP)
 
 

@@ -436,7 +436,7 @@ def test_the_table_of_futures(tmp_path, still, start, responses, target_folder):
     target = texts.open_target(target_folder)
     control = confu_offline.load_control(start, target)
     longer = [row for row in read_generations(responses, "dev", VOCAB) if len(row.response_ids) > paper.DEPTH]
-    draft = lambda batch, anchors: eagle3.drafts(control, target, batch.tokens, anchors, confu_offline.CHAIN)  # noqa: E731
+    draft = lambda batch, anchors: eagle3.drafts(control, target, batch, anchors, confu_offline.CHAIN)  # noqa: E731
     expected = offline_acceptance(control, target, longer, draft, confu_offline.CHAIN)
     assert rates[0, "control"]["all"] == pytest.approx(expected["dev_accept"], abs=1e-3)
 

@@ -4,18 +4,71 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tiny_training import DEPTH, DRAFT_MODEL, frozen_target, random_rows
+from tiny_training import DEPTH, DRAFT_MODEL, LOOP, VOCAB, frozen_target, load, random_rows
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from vllm import SamplingParams
 
 from crossspec_tools.train import draft_model
 from crossspec_tools.train.acceptance import measure
 from crossspec_tools.train.draft_model import build_draft_model
 from crossspec_tools.train.drafter_run import offline_acceptance
 from crossspec_tools.train.generations import Generation
+from vllm_crossspec.jobs.offline import start_engine
 
 
 @pytest.fixture
 def target(target_folder):
-    return frozen_target(target_folder, (0,))
+    return frozen_target(target_folder, ())
+
+
+def write_llama(folder, target_folder, **more):
+    """A random Llama target with the tiny target's tokenizer."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=DEPTH, num_attention_heads=2,
+        num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.2, eos_token_id=2, **more,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(target_folder).save_pretrained(folder)
+
+
+@pytest.mark.parametrize("more", [{"tie_word_embeddings": True}, {"tie_word_embeddings": True, "mlp_bias": True}])
+def test_of_a_llama_target_it_is_a_llama(tmp_path, target_folder, more):
+    write_llama(tmp_path, target_folder, **more)
+    target = frozen_target(tmp_path, ())
+    with torch.no_grad():
+        for name, x in target.model.named_parameters():
+            if name.endswith("bias"):
+                x.normal_(generator=torch.Generator().manual_seed(1))
+    model = build_draft_model(replace(DRAFT_MODEL, num_layers=DEPTH, intermediate_size=48), target, seed=0)
+    tokens = torch.randint(0, 200, (2, 17), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        torch.testing.assert_close(model(input_ids=tokens).logits, target.model(input_ids=tokens).logits)
+        fewer = build_draft_model(replace(DRAFT_MODEL, num_layers=2), target, seed=0)
+        assert (fewer(input_ids=tokens).logits - target.model(input_ids=tokens).logits).abs().max() > 0.1
+    assert fewer.config.num_hidden_layers == 2 and target.config.num_hidden_layers == DEPTH
+
+
+@pytest.mark.e2e
+def test_an_engine_drafts_with_a_llama(tmp_path, responses, target_folder):
+    """It is trained, written and served beside its target, whose text stays."""
+    write_llama(tmp_path / "target", target_folder, tie_word_embeddings=True)
+    loop = replace(LOOP, steps=3)
+    draft_model.train_draft_model(responses, tmp_path / "target", tmp_path / "out", DRAFT_MODEL, loop)
+    config, tensors = load(tmp_path / "out" / "model")
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["num_hidden_layers"] == DRAFT_MODEL.num_layers
+    assert {x.dtype for x in tensors.values()} == {torch.bfloat16} and "lm_head.weight" not in tensors
+    spec = {"method": "draft_model", "model": str(tmp_path / "out" / "model"), "num_speculative_tokens": 3}
+    prompts = [{"prompt_token_ids": row.prompt_ids} for row in random_rows(3)]
+    found = []
+    for given in (None, spec | {"tree": {"type": "chain"}}):
+        more = {} if given is None else {"speculative_config": given}
+        engine = {"model": str(tmp_path / "target"), "dtype": "float32", "max_model_len": 64, "max_num_seqs": 4}
+        llm = start_engine({**engine, **more})
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
+        found.append([list(output.outputs[0].token_ids) for output in outputs])
+    assert found[0] == found[1]
+    assert sum(s["drafts"] for s in llm.collective_rpc("crossspec_stats")[0].values()) > 0
 
 
 def test_with_all_layers_it_begins_as_the_target(target):

@@ -26,7 +26,8 @@ app = App(
 
     1. `crossspec train target --data TEXT --out work/target` makes the pocket target (skip it for your own).
     2. `crossspec train generate --data TEXT --target work/target/model --out work/responses` lets the target answer
-       the prompts: drafters learn from the text that they will have to guess.
+       the prompts: drafters learn from the text that they will have to guess. With `--states` the steps after it
+       read the target's states instead of running it, which is most of what a step costs.
     3. `crossspec train eagle3 --data work/responses --target work/target/model --out work/eagle3` and
        `crossspec train dflash`, `dart` and `draft-model` alike.
     4. `crossspec train confu --start work/eagle3/model --data work/responses --target work/target/model
@@ -90,6 +91,9 @@ def generate_command(
     """Let the target answer the prompts of `--data`, in shards of token ids, by vLLM.
 
     Greedy, except for a `--sampled-share` of the training prompts. A stopped run resumes with the first missing shard.
+
+    With `--states` the target's hidden states are stored beside the shards. They take 2 bytes for each layer of
+    `--state-layers` and the last, times the hidden size, a token; a shard of prompts then holds 1 GiB at most.
     """
     shared.check_folder("--data", data, "give a folder of train-*.jsonl[.gz] rows")
     shared.check_model_folder(target)

@@ -83,7 +83,9 @@ def begin(out: Path, threads: int, resume: bool) -> None:
     if not resume:
         stale = [out / "state.pt", out / "recipe.json"]
         if (out / "generate.json").is_file():  # a folder of our own shards, not one of somebody's text
-            stale += [out / "generate.json", *out.glob("*-[0-9][0-9][0-9][0-9][0-9].jsonl.gz")]
+            stale.append(out / "generate.json")
+            for suffix in ("jsonl.gz", "states.safetensors"):
+                stale += out.glob(f"*-[0-9][0-9][0-9][0-9][0-9].{suffix}")
         for file in stale:
             file.unlink(missing_ok=True)
 

@@ -20,12 +20,12 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from crossspec_tools.devices import choose_device
 from crossspec_tools.train.blocks import EntryDrafter, draft_attention, write_drafter
-from crossspec_tools.train.drafter_run import Run, Trainee, train_drafter
-from crossspec_tools.train.generations import Batch, at, draft_vocabulary, read_generations, sample_anchors
+from crossspec_tools.train.drafter_run import Run, Trainee, open_target, read_responses, train_drafter
+from crossspec_tools.train.generations import Batch, at, draft_vocabulary, sample_anchors
 from crossspec_tools.train.loop import LoopConfig
 from crossspec_tools.train.losses import block_loss, drafted_places
 from crossspec_tools.train.recipes import DartConfig
-from crossspec_tools.train.states import FrozenTarget, States, load_target
+from crossspec_tools.train.states import FrozenTarget, States, target_settings
 from vllm_crossspec.drafters.dart.checkpoint import ARCHITECTURE
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 
@@ -127,7 +127,7 @@ def dart_loss(
 
     As in EAGLE-3's recipe a place counts only where the target's most likely token is in the draft vocabulary.
     """
-    states = target.states(batch.tokens)
+    states = target.states_of(batch)
     # The first draft starts when the first response token is known: its entry stands one position earlier.
     count = config.anchors_per_row or batch.tokens.shape[1]
     anchors, real = sample_anchors(batch, -1, count, generator)
@@ -158,7 +158,7 @@ def checkpoint(model: DartDrafter, target: Any) -> tuple[dict[str, Any], dict[st
 
 def drafts(model: DartDrafter, target: FrozenTarget, batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
     """The first choices behind the tokens at ``anchors``, as a chain: int64 [B, A, num_drafts]."""
-    logits = model(target.states(batch.tokens), batch.tokens, target.embedding, anchors - 1)
+    logits = model(target.states_of(batch), batch.tokens, target.embedding, anchors - 1)
     return model.kept[logits.argmax(-1)]
 
 
@@ -167,10 +167,10 @@ def train_dart(
 ) -> dict[str, float]:
     """Train on the generations in ``data`` and write ``out/model``; see :func:`drafter_run.train_drafter`."""
     place = choose_device(device)
-    causal_lm, _ = load_target(target_folder, torch.float32, place)
-    settings = causal_lm.config
-    target = FrozenTarget(causal_lm, default_target_layers(settings.num_hidden_layers), config.bfloat16)
-    rows = read_generations(data, "train", settings.vocab_size)
+    settings = target_settings(target_folder)
+    run, taps = Run(data, target_folder, out, config, loop), default_target_layers(settings.num_hidden_layers)
+    rows = read_responses(run, "train", taps)
+    target = open_target(run, taps, place)
     kept = draft_vocabulary(rows, config.draft_vocab_size, settings.vocab_size)
     model = DartDrafter(config, settings, kept, loop.seed).to(place)
     if config.head == "target":
@@ -183,4 +183,4 @@ def train_dart(
         num_drafts=config.num_drafts,
         write=lambda folder: write_drafter(folder, *checkpoint(model, settings)),
     )
-    return train_drafter(Run(data, target_folder, out, config, loop), trainee, target, rows)
+    return train_drafter(run, trainee, target, rows)

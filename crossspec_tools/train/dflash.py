@@ -21,13 +21,13 @@ from crossspec_tools.devices import choose_device
 from crossspec_tools.train import blocks
 from crossspec_tools.train.blocks import Attention, Drafter, RMSNorm, Shape, draft_attention, write_drafter
 from crossspec_tools.train.data import MASK
-from crossspec_tools.train.drafter_run import Run, Trainee, train_drafter
-from crossspec_tools.train.generations import Batch, read_generations, sample_anchors
+from crossspec_tools.train.drafter_run import Run, Trainee, open_target, read_responses, train_drafter
+from crossspec_tools.train.generations import Batch, sample_anchors
 from crossspec_tools.train.loop import LoopConfig
 from crossspec_tools.train.losses import block_loss, drafted_places
 from crossspec_tools.train.recipes import DFlashConfig
 from crossspec_tools.train.start import Start, check_names, load_start, read_drafter
-from crossspec_tools.train.states import FrozenTarget, States, load_target, target_settings
+from crossspec_tools.train.states import FrozenTarget, States, target_settings
 from vllm_crossspec.kinds.checkpoint import require
 
 
@@ -108,7 +108,7 @@ def dflash_loss(
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Cross-entropy with the target's distribution at every mask, earlier masks weighing more, in nats a token."""
-    states = target.states(batch.tokens)
+    states = target.states_of(batch)
     anchors, real = sample_anchors(batch, 0, config.anchors_per_row, generator)
     teacher = target.teach(states, batch, config.teacher_temperature)
     steps = torch.arange(config.block_size - 1, device=anchors.device)
@@ -149,7 +149,7 @@ def drafts(
 ) -> torch.Tensor:
     """The greedy blocks behind the tokens at ``anchors``: int64 [B, A, block_size - 1]."""
     block = mask_blocks(batch.tokens, anchors, target.embedding, block_size, mask_id)
-    return F.linear(model(target.states(batch.tokens), block, anchors), target.head).argmax(-1)
+    return F.linear(model(target.states_of(batch), block, anchors), target.head).argmax(-1)
 
 
 def read_start(config: DFlashConfig, target: Any, mask_id: int) -> Start:
@@ -212,8 +212,9 @@ def train_dflash(
     model = DFlashDrafter(config, settings, loop.seed)
     if start is not None:
         begin_as(model, start)
-    causal_lm, _ = load_target(target_folder, torch.float32, place)
-    target = FrozenTarget(causal_lm, [i + 1 for i in ids], config.bfloat16)
+    run, taps = Run(data, target_folder, out, config, loop), [i + 1 for i in ids]
+    rows = read_responses(run, "train", taps)
+    target = open_target(run, taps, place)
     model.to(place)
     trainee = Trainee(
         "dflash",
@@ -223,5 +224,4 @@ def train_dflash(
         num_drafts=config.block_size - 1,
         write=lambda folder: write_drafter(folder, *checkpoint(model, config, settings, mask_id)),
     )
-    rows = read_generations(data, "train", settings.vocab_size)
-    return train_drafter(Run(data, target_folder, out, config, loop), trainee, target, rows)
+    return train_drafter(run, trainee, target, rows)

@@ -20,12 +20,12 @@ import torch.nn.functional as F
 
 from crossspec_tools.devices import choose_device
 from crossspec_tools.train.blocks import EntryDrafter, draft_attention, rotate, write_drafter
-from crossspec_tools.train.drafter_run import Run, Trainee, train_drafter
-from crossspec_tools.train.generations import Batch, at, draft_vocabulary, read_generations, sample_anchors
+from crossspec_tools.train.drafter_run import Run, Trainee, open_target, read_responses, train_drafter
+from crossspec_tools.train.generations import Batch, at, draft_vocabulary, sample_anchors
 from crossspec_tools.train.loop import LoopConfig
 from crossspec_tools.train.recipes import Eagle3Config
 from crossspec_tools.train.start import KEY, Start, check_names, load_start, read_drafter
-from crossspec_tools.train.states import FrozenTarget, States, Teacher, load_target, target_settings
+from crossspec_tools.train.states import FrozenTarget, States, Teacher, target_settings
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 
 NAMES = frozenset(
@@ -96,7 +96,7 @@ def eagle3_loss(
 
     As in the public recipe a place counts only where the target's most likely token is in the draft vocabulary.
     """
-    states = target.states(batch.tokens)
+    states = target.states_of(batch)
     # The first draft starts when the first response token is known: its entry stands one position earlier.
     anchors, real = sample_anchors(batch, -1, config.anchors_per_row, generator)
     teacher = target.teach(states, batch, config.teacher_temperature, model.kept)
@@ -146,12 +146,12 @@ def checkpoint(model: EntryDrafter, target: Any) -> tuple[dict[str, Any], dict[s
 
 
 def drafts(
-    model: Eagle3Drafter, target: FrozenTarget, tokens: torch.Tensor, anchors: torch.Tensor, num_steps: int
+    model: Eagle3Drafter, target: FrozenTarget, batch: Batch, anchors: torch.Tensor, num_steps: int
 ) -> torch.Tensor:
-    """The greedy chains behind the ``tokens`` [B, T] at ``anchors``: int64 [B, A, num_steps]."""
-    states = target.states(tokens)
+    """The greedy chains behind the tokens at ``anchors``: int64 [B, A, num_steps]."""
+    states = target.states_of(batch)
     # An entry stands one position before the token that it brings.
-    steps = model.unroll(states, tokens, target.embedding, anchors - 1, num_steps, own_tokens=True)
+    steps = model.unroll(states, batch.tokens, target.embedding, anchors - 1, num_steps, own_tokens=True)
     return torch.stack([model.kept[logits.argmax(-1)] for logits in steps], dim=-1)
 
 
@@ -185,11 +185,11 @@ def train_eagle3(
     if config.start:
         start, kept = read_start(Path(config.start), settings)
         config = replace(config, intermediate_size=start.intermediate_size, draft_vocab_size=len(kept))
-    rows = read_generations(data, "train", settings.vocab_size)
+    run, taps = Run(data, target_folder, out, config, loop), default_target_layers(settings.num_hidden_layers)
+    rows = read_responses(run, "train", taps)
     if kept is None:
         kept = draft_vocabulary(rows, config.draft_vocab_size, settings.vocab_size)
-    causal_lm, _ = load_target(target_folder, torch.float32, place)
-    target = FrozenTarget(causal_lm, default_target_layers(settings.num_hidden_layers), config.bfloat16)
+    target = open_target(run, taps, place)
     model = Eagle3Drafter(config, settings, kept, loop.seed).to(place)
     model.take_head(target.head)
     if start is not None:
@@ -198,8 +198,8 @@ def train_eagle3(
         "eagle3",
         model,
         loss=lambda batch, generator: eagle3_loss(model, target, batch, config, generator),
-        draft=lambda batch, anchors: drafts(model, target, batch.tokens, anchors, config.num_steps),
+        draft=lambda batch, anchors: drafts(model, target, batch, anchors, config.num_steps),
         num_drafts=config.num_steps,
         write=lambda folder: write_drafter(folder, *checkpoint(model, settings)),
     )
-    return train_drafter(Run(data, target_folder, out, config, loop), trainee, target, rows)
+    return train_drafter(run, trainee, target, rows)

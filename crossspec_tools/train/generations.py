@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from crossspec_tools.train.stored import StateFile, StoredRow, Wanted, states_path
 from vllm_crossspec.differences import differences
 from vllm_crossspec.files import replacing, write_json
 from vllm_crossspec.names import counted
@@ -21,6 +22,7 @@ class Generation(NamedTuple):
     response_ids: list[int]  # the answer, with its end-of-turn token unless it was cut at the length limit
     category: str  # of the prompt
     greedy: bool  # whether every token of the answer is the target's most likely one
+    states: StoredRow | None = None  # where the target's states of it are; not part of its line
 
 
 class Batch(NamedTuple):
@@ -29,9 +31,10 @@ class Batch(NamedTuple):
     tokens: torch.Tensor  # int64 [B, T], 0 past the end
     starts: torch.Tensor  # int64 [B], index of the first token of the response
     ends: torch.Tensor  # int64 [B], number of tokens of prompt and response
+    states: tuple[StoredRow, ...] | None = None  # where the target's states are, if every row has them
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(*(x.to(device) for x in self))
+        return Batch(self.tokens.to(device), self.starts.to(device), self.ends.to(device), self.states)
 
     @property
     def is_asked(self) -> torch.Tensor:
@@ -50,24 +53,33 @@ def write_shard(path: Path, rows: Iterable[Generation]) -> None:
     # mtime=0 keeps the bytes of equal shards equal.
     with replacing(path) as partial, gzip.GzipFile(partial, "wb", mtime=0) as stream:
         for row in rows:
-            stream.write((json.dumps(row._asdict(), separators=(",", ":")) + "\n").encode())
+            line = row._asdict()
+            del line["states"]
+            stream.write((json.dumps(line, separators=(",", ":")) + "\n").encode())
 
 
-def read_generations(folder: Path, split: str, vocab_size: int, option: str = "--data") -> list[Generation]:
+def read_generations(
+    folder: Path, split: str, vocab_size: int, option: str = "--data", wanted: Wanted | None = None
+) -> list[Generation]:
     """Rows of the shards ``<split>-*.jsonl.gz`` of a folder that have a prompt and at least two response tokens.
 
-    Raises ValueError: there is no such shard, a line is damaged, or a token does not fit the target's ``vocab_size``.
+    With ``wanted`` the rows of shards with stored states have their places. Raises ValueError: there is no such shard,
+    a line is damaged, a token does not fit the target's ``vocab_size``, or stored states are not the wanted ones.
     """
     files = sorted(folder.glob(f"{split}-*.jsonl.gz"))
     if not files:
         raise ValueError(f"{option} {folder}: no {split}-*.jsonl.gz; make them with `crossspec train generate`")
-    rows = []
+    rows: list[Generation] = []
     for file in files:
         try:
             with gzip.open(file, "rt", encoding="utf-8") as lines:
-                rows += [Generation(**json.loads(line)) for line in lines]
+                some = [Generation(**json.loads(line)) for line in lines]
         except (OSError, EOFError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"{file} is damaged ({error}); delete it and generate again") from None
+        if wanted is not None and (stored := states_path(file)).is_file():
+            states = StateFile(stored, wanted, [len(row.prompt_ids + row.response_ids) for row in some])
+            some = [row._replace(states=StoredRow(states, i)) for i, row in enumerate(some)]
+        rows += some
     top = max((max(r.prompt_ids + r.response_ids, default=0) for r in rows), default=0)
     if top >= vocab_size:
         raise ValueError(
@@ -110,10 +122,12 @@ def claim(out: Path, record: str, settings: dict[str, Any], may_change: Collecti
 def collate(rows: Sequence[Generation]) -> Batch:
     """Pad ``rows`` on the right into one batch."""
     sequences = [torch.tensor(r.prompt_ids + r.response_ids) for r in rows]
+    states = tuple(r.states for r in rows if r.states is not None)
     return Batch(
         torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True),
         torch.tensor([len(r.prompt_ids) for r in rows]),
         torch.tensor([len(s) for s in sequences]),
+        states if len(states) == len(rows) else None,
     )
 
 

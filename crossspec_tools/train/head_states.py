@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from crossspec_tools.flashhead.files import read_target_ids
 from crossspec_tools.flashhead.states import Draft
 from crossspec_tools.train.eagle3 import NAMES, Eagle3Drafter, drafts
+from crossspec_tools.train.generations import Batch
 from crossspec_tools.train.recipes import Eagle3Config
 from crossspec_tools.train.states import FrozenTarget
 from vllm_crossspec.drafters.eagle3.checkpoint import read_facts
@@ -53,4 +54,8 @@ def drafting(folder: Path, target_folder: Path, target: PreTrainedModel) -> tupl
         raise ValueError(f"MODEL {folder} does not fit --target ({why}); give the target it was trained for") from None
     frozen = FrozenTarget(target, facts.target_layers, bfloat16=False)
     drafter.to(target.device).eval()
-    return drafter.lm_head, lambda tokens, anchors: drafts(drafter, frozen, tokens, anchors, DRAFT_STEPS)
+
+    def draft(tokens: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        return drafts(drafter, frozen, Batch(tokens, anchors[:, 0], anchors[:, -1] + 1), anchors, DRAFT_STEPS)
+
+    return drafter.lm_head, draft

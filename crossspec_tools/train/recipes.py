@@ -36,6 +36,13 @@ class Recipe:
     rows_per_step: shared.Rows = 16
     bfloat16: shared.Bfloat16 = True
     eval_rows: int = 96  # held-out responses of an evaluation, at most
+    states: Annotated[
+        bool,
+        Option(
+            "--states/--no-states",
+            help="Read the target's states where `train generate --states` stored them, or run it in every step.",
+        ),
+    ] = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +83,7 @@ class ConfuConfig(Eagle3Config):
     ] = required("")
     draft_vocab_size: int = 3072
     intermediate_size: int = 768
+    states: bool = False  # contemplate tokens need the target's keys and values: it runs in every step
     num_soft_prompts: Annotated[
         int, Option("--soft-prompts", min=1, help="Learned keys and values in each layer of the target (s).")
     ] = 16
@@ -206,8 +214,8 @@ DART_LOOP = {
 class DraftModelConfig(Recipe):
     """Distil a small model that drafts by itself (methods `draft_model`, `flashhead`); the defaults are the pocket one.
 
-    It begins as a few layers of the target, which must be a Qwen3 model, and learns the target's distributions over
-    its responses. Prints and stores (`acceptance.json`) the tokens a round on the held-out responses.
+    It begins as a few layers of the target, which must be a Llama or Qwen3 model, and learns the target's distributions
+    over its responses. Prints and stores (`acceptance.json`) the tokens a round on the held-out responses.
     """
 
     num_layers: Annotated[
@@ -233,6 +241,14 @@ class GenerateConfig:
     rows_per_batch: Annotated[int, Option("--batch", min=1, help="Prompts decoded together.")] = 64
     shard_rows: int = 512
     max_rows: Annotated[int, Option(min=0, help="At most so many training prompts; 0 takes all.")] = 0
+    states: Annotated[
+        bool,
+        Option("--states/--no-states", help="Store the target's hidden states, too, which trainings then only read."),
+    ] = False
+    state_layers: Annotated[
+        str,
+        Option(metavar="<i,j,...>", help="Store those after so many layers; those that drafters read by default."),
+    ] = ""
     seed: shared.Seed = 0
 
 

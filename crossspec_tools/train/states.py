@@ -1,11 +1,16 @@
-"""The frozen target as a teacher: the hidden states that drafters read and the distributions they imitate."""
+"""The frozen target as a teacher: the hidden states that drafters read and the distributions they imitate.
 
+States are run anew, or read where ``crossspec train generate --states`` has stored them (:mod:`stored`).
+"""
+
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from crossspec_tools.train.generations import Batch
@@ -16,6 +21,7 @@ class States(NamedTuple):
 
     taps: torch.Tensor  # [B, T, n * H], the residual stream after the tapped layers, concatenated in rising order
     last: torch.Tensor  # [B, T, H], final hidden state (normed), ready for the head
+    top: torch.Tensor | None = None  # int64 [B, T], the most likely next token if it was stored; -1 where it was not
 
 
 def check_target(folder: Path) -> None:
@@ -42,6 +48,23 @@ def load_target(
     return model.to(device).eval().requires_grad_(False), tokenizer
 
 
+def load_ends(folder: Path, device: torch.device | str = "cpu") -> PreTrainedModel:
+    """A target in float32 with embedding, last norm and head, but none of its layers."""
+    config = copy.deepcopy(target_settings(folder))
+    config.num_hidden_layers = 0
+    if getattr(config, "layer_types", None):
+        config.layer_types = []
+    verbosity = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()  # it would list the layers' weights as left over
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=torch.float32, trust_remote_code=False
+        )
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    return model.to(device).eval().requires_grad_(False)
+
+
 class Teacher(NamedTuple):
     """What the target would say at N places of a batch."""
 
@@ -56,14 +79,16 @@ class FrozenTarget:
     ``tap_layers``: tap i is the residual stream after ``i`` layers (0: the embeddings). vLLM counts its auxiliary
     layers of EAGLE-3 the same way; z-lab's DFlash ids are one lower. Raises ValueError: a tap is not strictly inside
     the model. After the last layer transformers gives the normed state, vLLM the bare one.
+
+    ``config``: of the whole target, where ``model`` is one of :func:`load_ends`; it then answers of stored states only.
     """
 
-    def __init__(self, model: PreTrainedModel, tap_layers: Sequence[int], bfloat16: bool):
-        depth = model.config.num_hidden_layers
-        if not tap_layers or list(tap_layers) != [layer for layer in range(depth) if layer in tap_layers]:
+    def __init__(self, model: PreTrainedModel, tap_layers: Sequence[int], bfloat16: bool, config: Any = None):
+        self.config, self.device = config or model.config, model.device
+        depth = self.config.num_hidden_layers
+        if list(tap_layers) != [layer for layer in range(depth) if layer in tap_layers]:
             raise ValueError(f"target layers {list(tap_layers)} must rise and lie within 0..{depth - 1} of this target")
         self.model, self.tap_layers, self.bfloat16 = model, tuple(tap_layers), bfloat16
-        self.config, self.device = model.config, model.device
         self.embedding = model.get_input_embeddings().weight.detach().float()
         self.head = model.get_output_embeddings().weight.detach().float()
 
@@ -76,9 +101,23 @@ class FrozenTarget:
         """The context in which this target and what is trained beside it compute."""
         return torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.bfloat16)
 
+    def states_of(self, batch: Batch) -> States:
+        """The stored states of a batch whose rows have them all, float32; else as :meth:`states`.
+
+        States of padding, and of each row's last token, are then zeros.
+        """
+        if batch.states is None:
+            return self.states(batch.tokens)
+        rows = [row.read() for row in batch.states]
+        taps, last, top = (torch.nn.utils.rnn.pad_sequence(list(part), True) for part in zip(*rows, strict=True))
+        missing = batch.tokens.shape[1] - last.shape[1]  # of the last token alone
+        taps, last = (F.pad(x.to(self.device).float(), (0, 0, 0, missing)) for x in (taps, last))
+        return States(taps, last, F.pad(top.to(self.device).long(), (0, missing), value=-1))
+
     @torch.no_grad()
     def states(self, tokens: torch.Tensor) -> States:
         """Run the target over right-padded ``tokens`` int64 [B, T]; causal attention needs no padding mask."""
+        assert self.model.config.num_hidden_layers == self.config.num_hidden_layers, "its layers were not loaded"
         with self.autocast():
             out = self.model.model(input_ids=tokens, use_cache=False, output_hidden_states=True)
         return self._states(out)
@@ -91,7 +130,9 @@ class FrozenTarget:
         return self._states(out), [(layer.keys, layer.values) for layer in out.past_key_values.layers]
 
     def _states(self, out: Any) -> States:
-        return States(torch.cat([out.hidden_states[i] for i in self.tap_layers], dim=-1), out.last_hidden_state)
+        last = out.last_hidden_state
+        taps = [out.hidden_states[i] for i in self.tap_layers]
+        return States(torch.cat(taps, dim=-1) if taps else last[..., :0], last)
 
     @torch.no_grad()
     def teach(self, states: States, batch: Batch, temperature: float, kept: torch.Tensor | None = None) -> Teacher:
@@ -100,8 +141,14 @@ class FrozenTarget:
         ``kept``: int64 ids of the tokens that they are restricted to; None: the whole vocabulary.
         """
         wanted = batch.is_asked
-        with self.autocast():
-            logits = F.linear(states.last[wanted], self.head)
+        last = states.last[wanted]
         index = wanted.flatten().cumsum(0).view(wanted.shape) - 1
-        some = logits if kept is None else logits[:, kept]
-        return Teacher(index, (some.float() / temperature).softmax(-1), logits.argmax(-1))
+        with self.autocast():
+            if states.top is None or kept is None:
+                logits = F.linear(last, self.head)
+                some, top = logits if kept is None else logits[:, kept], logits.argmax(-1)
+            else:  # the whole vocabulary is much wider than what is kept of it
+                some, top = F.linear(last, self.head[kept]), states.top[wanted]
+                if len(unknown := (top < 0).nonzero()[:, 0]):
+                    top[unknown] = F.linear(last[unknown], self.head).argmax(-1)
+        return Teacher(index, (some.float() / temperature).softmax(-1), top)

@@ -7,7 +7,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from crossspec_tools.train.blocks import replacing
 from crossspec_tools.train.data import END_OF_TEXT, IM_END, Row, batches, chat_prompt, read_rows, read_texts
@@ -131,9 +137,9 @@ def _tokenizer(rows: Any, texts: Any, out: Path, config: TargetConfig, seed: int
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
-def export(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write ``model`` in bfloat16 with its tokenizer in place of ``folder``."""
-    half = Qwen3ForCausalLM(model.config).to(torch.bfloat16)
+    half = type(model)(model.config).to(torch.bfloat16)
     half.load_state_dict({k: v.to(torch.bfloat16) for k, v in model.state_dict().items()})
     with replacing(folder) as fresh:
         half.save_pretrained(fresh)

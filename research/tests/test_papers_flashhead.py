@@ -44,7 +44,7 @@ def test_walks_are_trainings(responses):
     one_layer = confu_offline.load_control(POCKET / "eagle3", target)
     small, _ = load_target(POCKET / "draft-model", torch.float32)
     drafts = {
-        "eagle3": lambda batch, anchors: eagle3.drafts(one_layer, target, batch.tokens, anchors, 4),
+        "eagle3": lambda batch, anchors: eagle3.drafts(one_layer, target, batch, anchors, 4),
         "draft-model": lambda batch, anchors: draft_model.drafts(small, batch, anchors, 4),
     }
     for name, draft in drafts.items():
