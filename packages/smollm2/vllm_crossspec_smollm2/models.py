@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from vllm_crossspec.cli.models import ModelSet, config_of
+from vllm_crossspec.cli.models import ModelSet, config_of, read_table
 from vllm_crossspec_smollm2.target import find_target, missing
 
 HERE = Path(__file__).parent
@@ -13,10 +13,9 @@ HERE = Path(__file__).parent
 
 MODELS = ModelSet(
     name="smollm2",
-    title="SmolLM2-135M-Instruct",
+    **read_table(HERE / "methods.json"),
     find=lambda: HERE,
     target=find_target,
-    table=HERE / "methods.json",
     missing=missing,
     batch_size=1,
     headline_prompts=1,
