@@ -46,7 +46,7 @@ test: $(STAMP)
 	$(PYTEST) $(ARGS)
 
 nightly: $(STAMP)
-	$(PYTEST) tests/test_*.py $(TIERS) $(ARGS)
+	$(PYTEST) --nightly tests/test_*.py $(TIERS) $(ARGS)
 
 quick: $(STAMP)
 	$(PYTEST) -q -m "not e2e and not slow" $(ARGS)

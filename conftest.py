@@ -80,17 +80,38 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if count < 2 or torch.cuda.is_available() else count
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Workers begin with the files that take longest, and keep the order of each file's tests."""
     for item in items:
         if Path(item.path).stem.startswith(SLOW) or "hopper" in item.name:
             item.add_marker(pytest.mark.slow)
+        if "hopper" in item.name:
+            item.add_marker(pytest.mark.nightly(keep=1))
+    if not config.getoption("--nightly") and not any("::" in argument for argument in config.args):
+        later = _of_the_night(items)
+        config.hook.pytest_deselected(items=[item for item in items if item in later])
+        items[:] = [item for item in items if item not in later]
     if "PYTEST_XDIST_WORKER" in os.environ:
         rank = {name: i for i, name in enumerate(LONGEST)}
         items.sort(key=lambda item: rank.get(Path(item.path).stem, len(LONGEST)))
 
 
+def _of_the_night(items: list[pytest.Item]) -> set[pytest.Item]:
+    """Tests marked ``nightly``, except ``keep`` evenly spaced cases of a test."""
+    cases: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            cases.setdefault(getattr(item, "function", item), []).append(item)
+    later: set[pytest.Item] = set()
+    for same in cases.values():
+        # A mark of one case alone has no `keep`.
+        keep = max(mark.kwargs.get("keep", 0) for item in same for mark in item.iter_markers("nightly"))
+        later.update(set(same) - {same[i * len(same) // keep] for i in range(keep)})
+    return later
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--nightly", action="store_true", help="run what is marked `nightly`, too, as `make nightly` does")
     parser.addoption(
         "--shadow-interpreter",
         metavar="FILE",

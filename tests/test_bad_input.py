@@ -412,6 +412,7 @@ def test_a_target_that_is_not_there_is_one_sentence(model, monkeypatch):
         EngineArgs(model, speculative_config=EAGLE3).create_engine_config()
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("words", "says"),
     [

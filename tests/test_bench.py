@@ -601,6 +601,7 @@ def test_small_batches_answer_fewer_prompts_where_they_are_told_to():
 # ---- engines
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_methods_of_vllm_and_ours_are_measured_alike(tmp_path):
     """One run: plain, vLLM's own EAGLE-3, and a router of ours with a tree."""

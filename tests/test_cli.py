@@ -114,6 +114,7 @@ def test_a_forked_child_that_holds_the_pipe_does_not_keep_us(play):
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_ending_the_command_ends_its_engines(play, pocket, tmp_path):
     pid_file = tmp_path / "pid"
@@ -363,6 +364,7 @@ def distribution(folder, name, version):
     (record / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_doctor_tells_every_fault_of_a_broken_environment(tmp_path):
     distribution(tmp_path, "vllm", "0.31.2")

@@ -13,6 +13,7 @@ from engines import ASYNC, LARGE_STEPS, results
 pytestmark = pytest.mark.e2e
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.parametrize("scenario", ["one", "eight", "chunked", "prefix", "seeded"])
 @pytest.mark.parametrize("name", ["confu", "confu-tree"])
 def test_text_is_plains(name, scenario):
@@ -198,6 +199,7 @@ def test_ordinary_rows_have_the_same_logits_with_and_without_contemplate_rows(pl
 # -- with everything else -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.nightly
 def test_beside_another_drafter_and_routed(plain_texts):
     spec = {
         "method": "whiflash",
@@ -213,6 +215,7 @@ def test_beside_another_drafter_and_routed(plain_texts):
     assert all(count > 5 for count in drafted.values()), drafted
 
 
+@pytest.mark.nightly
 def test_calibrated_and_sized_by_heterospec(plain_texts, tmp_path):
     from commands import crossspec
     from test_heterospec_engine import check_rows, watch_rows, watched
@@ -238,6 +241,7 @@ def test_calibrated_and_sized_by_heterospec(plain_texts, tmp_path):
     assert widths <= {2 * n + 1 for n in policy.widths} and len(widths) > 1
 
 
+@pytest.mark.nightly
 def test_with_a_flashhead(plain_texts, tmp_path):
     from crossspec_tools.flashhead.build import cluster
     from crossspec_tools.flashhead.files import read_output_embedding, save_assets

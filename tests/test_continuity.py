@@ -122,6 +122,7 @@ def check_builders(stores, reqs, levels, choices, beam, nodes, width, order, sto
             assert (builder._pool.order[shape[0] :] == -7777).all() or less
 
 
+@pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize("impossible", [0.0, 0.5])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_equals_naive(stores, shape, impossible):

@@ -249,6 +249,7 @@ def results(noisy, tiny):
     return run
 
 
+@pytest.mark.nightly(keep=4)
 @pytest.mark.e2e
 @pytest.mark.parametrize("scenario", ["one", "eight", "chunked", "prefix"])
 @pytest.mark.parametrize("name", ["noisy", "tiny", "itself"])
@@ -449,6 +450,7 @@ def test_the_end_of_the_models_positions(noisy):
     assert equal == total > 20
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_preempted_requests_are_drafted_for_again(noisy):
     """Too few blocks for all: some requests lose theirs, are computed anew, and find the drafter's entries again."""
@@ -479,6 +481,7 @@ def test_cached_prompts_have_the_drafters_entries_too(noisy):
     assert equal == total > 20
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_a_schedule_that_drops_to_nothing_and_returns(noisy):
     """From three requests on nothing is drafted, but the drafter's cache is kept for when fewer run."""

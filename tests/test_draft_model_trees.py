@@ -36,6 +36,7 @@ def results(noisy):  # noqa: F811
     return engines.run_scenarios(spec(noisy), is_async=True)
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("scenario", ["one", "eight", "chunked", "prefix", "seeded", "seeded again"])
 def test_text_is_plains(results, scenario):
     assert results.tokens[scenario] == engines.results("plain").tokens["seeded" if "seeded" in scenario else scenario]
@@ -203,6 +204,7 @@ def test_every_tree_is_the_models_own(llm, noisy):  # noqa: F811
     assert {1, TREE["depth"] + 1} < set(steps), "rounds that accept nothing, everything, and something between"
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("part", ["the accepted path", "positions", "ancestors", "prompts"])
 def test_what_is_broken_is_seen_and_changes_no_text(llm, noisy, part):  # noqa: F811
     texts = [prompts()[i] for i in (0, 2, 3)]
@@ -270,6 +272,7 @@ def test_the_end_of_the_models_positions(noisy):  # noqa: F811
     assert equal == total > 8
 
 
+@pytest.mark.nightly
 def test_preempted_requests_are_drafted_for_again(noisy):  # noqa: F811
     settings = SETTINGS | {"max_model_len": 128, "block_size": 32}
     texts, wanted = plain()["preempted"]
@@ -293,6 +296,7 @@ def test_cached_prompts_have_the_drafters_entries_too(noisy):  # noqa: F811
     assert equal == total > 4
 
 
+@pytest.mark.nightly
 def test_a_schedule_that_drops_to_nothing_and_returns(noisy):  # noqa: F811
     """From three requests on nothing is drafted, but the drafter's cache is kept for when fewer run."""
     texts, wanted = plain()["come and go"]

@@ -68,17 +68,24 @@ def expected(plain, count=8, max_tokens=16):
     return [[tokens[:max_tokens] for tokens in part] for part in (plain[0][:count], plain[1][: count // 2])]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Quick clusters of the other output embeddings, by folder."""
-    folders = {}
-    for model in set(SHARED.values()):
+class QuickClusters(dict):
+    """Folders of quick clusters of the other output embeddings, by model. Each is made when it is first asked for."""
+
+    def __init__(self, tmp_path_factory):
+        self.tmp_path_factory = tmp_path_factory
+
+    def __missing__(self, model):
         weight = read_output_embedding(model)
         found = cluster(weight, cluster_size=8, iterations=3)
         members = group(found.assignments, len(weight) // 8)
-        folders[model] = tmp_path_factory.mktemp("flashhead") / model.name
-        save_assets(folders[model], Assets(found.centroids, members, (0, 1, 2, 3), len(members) // 4, {}))
-    return folders
+        self[model] = folder = self.tmp_path_factory.mktemp("flashhead") / model.name
+        save_assets(folder, Assets(found.centroids, members, (0, 1, 2, 3), len(members) // 4, {}))
+        return folder
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    return QuickClusters(tmp_path_factory)
 
 
 @contextlib.contextmanager
@@ -92,7 +99,15 @@ def started(name, made, **head):
         yield llm
 
 
-@pytest.fixture(scope="module", params=SPECS)
+BY_DAY = ("eagle3-tree", "dart-tree")
+"""What `make test` starts; `make nightly` starts all."""
+
+
+def by_tier(names):
+    return [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.nightly) for name in names]
+
+
+@pytest.fixture(scope="module", params=by_tier(SPECS))
 def named(request, plain, made):
     """(name, engine) of every drafter with a head."""
     with started(request.param, made) as llm:
@@ -134,6 +149,7 @@ def test_noise_of_another_position_costs_sampled_drafts_only(named, plain):
     assert broken.accepted[0] == whole.accepted[0] and broken.accepted[1] < 0.9 * whole.accepted[1]
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("named", [name for name in SPECS if name not in SHARED], indirect=True)
 def test_acceptance_is_the_dense_heads(named, plain):
     """With the shipped clusters at their own number of probes: at most 2 % fewer tokens a round, over 24 prompts.
@@ -155,7 +171,7 @@ def test_the_targets_head_is_its_own(named):
     assert llm.collective_rpc(describe_target) == [[]]
 
 
-@pytest.mark.parametrize("name", ["eagle3", "eagle3-tree"])
+@pytest.mark.parametrize("name", by_tier(["eagle3", "eagle3-tree"]))
 def test_every_setting_gives_plains_text(name, plain, made):
     """Few probes, drawn clusters, a second copy, narrow centroids."""
     head = {"num_probes": 12, "clusters": "drawn", "grouped": True, "centroid_dtype": "float8_e4m3fn"}

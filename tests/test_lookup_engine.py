@@ -44,6 +44,7 @@ def results(name):
     return found._replace(more=found.more[0])
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_text_is_plains_and_drafts_are_accepted(name):
     found, plain = results(name), engines.results("plain")

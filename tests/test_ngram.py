@@ -76,6 +76,7 @@ def test_memory_and_pieces_change_nothing(tmp_path, size, memory, piece_size):
     assert make_store(tmp_path, ids, 3, "other", memory, piece_size=piece_size).read_bytes() == wanted
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["processes", "ray"])
 def test_workers_change_nothing(tmp_path, monkeypatch, kind):

@@ -188,6 +188,7 @@ def test_costs_in_a_file_are_found_by_name(tmp_path):
         ("{", "costs .*costs.json is no file of costs that `crossspec costs` writes"),
         (json.dumps(as_json(costs, ("a", "chain", "suffix"))), "no costs of drafter 'tree'; its drafters are a, chain"),
         (json.dumps({**as_json(costs, names), "draft": [[1, 2]]}), "must give positive seconds"),
+        (json.dumps({**as_json(costs, names), "draft": [[-1, 2, 3], [4, 5, 6]]}), "must give positive seconds"),
         ("[]", "must give positive seconds"),
     ):
         file.write_text(content)

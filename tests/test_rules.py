@@ -100,3 +100,27 @@ def test_a_threads_stream_comes_with_relaxed_captures(monkeypatch):
     assert devices.thread_stream(torch.device("cpu")) is None and not called
     assert devices.thread_stream(torch.device("cuda", 1)) == "stream"
     assert called == ["captures", torch.device("cuda", 1)]
+
+
+class Case:
+    """A collected test, as far as the tiers look at it."""
+
+    def __init__(self, function, *marks):
+        self.function, self.marks = function, [mark.mark for mark in marks]
+
+    def get_closest_marker(self, name):
+        return next(self.iter_markers(name), None)
+
+    def iter_markers(self, name):
+        return (mark for mark in self.marks if mark.name == name)
+
+
+def test_what_is_left_to_the_night():
+    import conftest
+
+    night = pytest.mark.nightly
+    matrix = [Case("matrix", night(keep=3)) for _ in range(8)]
+    some = [Case("some", night) if i % 2 else Case("some") for i in range(4)]
+    alone, always = Case("alone", night), Case("always")
+    left = conftest._of_the_night([*matrix, *some, alone, always])
+    assert left == {alone, some[1], some[3], *matrix} - {matrix[0], matrix[2], matrix[5]}

@@ -86,6 +86,7 @@ TREES = {
 }
 
 
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_distribution_is_the_targets(tmp_path, target, expected, drafter):
     folder, _ = target

@@ -49,6 +49,7 @@ def complete(client, question, **extra):
     )
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("name", ["eagle3", "confu"])
 def test_the_client_gets_plains_text(name, questions, plain):
     with serving(SPECS[name]) as server:
@@ -84,6 +85,7 @@ def check_metrics(server, name, drafts_before):
     assert accepted >= server.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
 
 
+@pytest.mark.nightly
 def test_killed_with_requests_in_flight_and_started_again(questions, plain, monkeypatch):
     # A server may be started by a program that runs an engine of its own.
     monkeypatch.setenv("CROSSSPEC_METRICS_DIR", f"{os.getpid()}:/nowhere")

@@ -152,6 +152,7 @@ def alone(folder, is_async=False):
         return drafted(llm, sixteen())
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_swap_under_load_changes_no_token_and_moves_acceptance(is_async):
     texts, in_flight, whole, reference = sixteen(), [], plain(), alone(LONGER, is_async)
@@ -227,6 +228,7 @@ def leave_soft_prompts(monkeypatch):
 BREAKS = {"dflash": [leave_what_was_made_of_weights, leave_products], "confu": [leave_soft_prompts, leave_products]}
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("kind", SPECS)
 def test_swap_of_every_kind_drafts_as_if_started_with_it(kind, tmp_path):
     spec, folder = SPECS[kind]
@@ -252,6 +254,7 @@ def test_swap_of_every_kind_drafts_as_if_started_with_it(kind, tmp_path):
     assert total(first[2]) != total(expected[2])
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("active", ["eagle3", "dflash"])
 def test_swap_of_one_of_several_routed_drafters(active, tmp_path):
     """The one that drafts, then the other one, which only catches up; features of old weights wait in both."""
@@ -269,6 +272,7 @@ def test_swap_of_one_of_several_routed_drafters(active, tmp_path):
     assert (before[1] == expected[1]) == (active == "dflash")
 
 
+@pytest.mark.nightly
 def test_swap_of_confu_beside_another(tmp_path):
     """The soft prompts that the target's layers hold are the new drafter's."""
     other = changed(CONFU, tmp_path / "confu")
@@ -499,6 +503,7 @@ def test_swap_by_vllms_own_update_of_the_draft_model():
         assert drafted(llm, texts) == reference
 
 
+@pytest.mark.nightly
 def test_swap_by_vllms_own_update_of_one_of_several():
     from vllm.config import WeightTransferConfig
 
@@ -523,6 +528,7 @@ def test_swap_by_vllms_own_update_of_one_of_several():
 # ---- under `vllm serve`
 
 
+@pytest.mark.nightly
 def test_swap_under_vllm_serve(monkeypatch):
     """By the command, with sixteen requests in flight; a checkpoint that does not fit is one sentence."""
     texts, expected = sixteen(), beginnings()

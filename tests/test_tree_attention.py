@@ -182,6 +182,7 @@ def softened(batch: Batch) -> SimpleNamespace:
     return SimpleNamespace(is_draft_layer=False, soft_prompts=batch.soft)
 
 
+@pytest.mark.nightly(keep=6)
 @pytest.mark.parametrize(("shape", "num_soft"), list(zip(SHAPES, [1, 40, 16, 16, 33], strict=True)), ids=str)
 def test_contemplate_rows_see_soft_prompts(shape, num_soft, way):
     batch = contemplation(shape, num_soft, seed=20)

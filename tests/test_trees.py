@@ -12,6 +12,7 @@ pytestmark = pytest.mark.e2e
 TREES = ["eagle3-tree", "dflash-tree"]
 
 
+@pytest.mark.nightly(keep=5)
 @pytest.mark.parametrize("scenario", ["one", "eight", "chunked", "prefix"])
 @pytest.mark.parametrize("name", TREES)
 def test_greedy_is_plain(name, scenario):

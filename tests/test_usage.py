@@ -73,6 +73,7 @@ def test_lists_and_examples_are_kept(crossspec, monkeypatch):
     assert words(example).startswith("crossspec batch prompts.jsonl answers.jsonl --model Qwen/Qwen3-8B")
 
 
+@pytest.mark.nightly(keep=8)
 @pytest.mark.parametrize(("path", "command"), LEAVES, ids=[" ".join(path) for path, _ in LEAVES])
 def test_a_mistyped_line_is_one_sentence(crossspec, path, command):
     lines = {("--no-such-option", "x"): "there is no option '--no-such-option'"}

@@ -13,6 +13,7 @@ from vllm_crossspec.trees.verify.penalties import Penalties, tree_penalties
 SHAPES = [(1, 1), (7, 3), (31, 5), (32, 32), (60, 8), (130, 10), (255, 12)]
 
 
+@pytest.mark.nightly(keep=12)
 @pytest.mark.parametrize(("num_nodes", "max_depth"), SHAPES)
 @pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
 def test_rows_equal_naive(num_nodes, max_depth, index_dtype):
@@ -23,6 +24,7 @@ def test_rows_equal_naive(num_nodes, max_depth, index_dtype):
             assert torch.equal(value, found[name]), name
 
 
+@pytest.mark.nightly(keep=12)
 @pytest.mark.parametrize(("num_nodes", "max_depth"), [*SHAPES[:5], (100, 9)])
 @pytest.mark.parametrize("num_soft", [1, 16, 32, 70])
 def test_rows_with_contemplate_rows_equal_naive(num_nodes, max_depth, num_soft):

@@ -135,6 +135,7 @@ def drive(llm, seed, num_requests=14):
                 running.discard(output.request_id)
 
 
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize(
     "case",
     [

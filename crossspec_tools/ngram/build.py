@@ -19,8 +19,8 @@ from crossspec_tools.ngram import inputs
 from crossspec_tools.ngram.count import Keys, write_levels, write_runs
 from crossspec_tools.ngram.inputs import Piece
 from crossspec_tools.ngram.levels import Facts, Progress, quiet, write_store
+from vllm_crossspec.cli.cluster import ray_connected
 from vllm_crossspec.files import replacing
-from vllm_crossspec.jobs.cluster import ray_connected
 from vllm_crossspec.ngram_store.store import MAX_CODES, MAX_ORDER, MAX_VOCAB_SIZE, MIN_ORDER, Header, tokenizer_hash
 
 PLAN = "plan.json"

@@ -1,6 +1,5 @@
 """`crossspec costs`: what a round costs with each drafter on this machine, for routers and for what is simulated."""
 
-import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,8 +36,13 @@ def costs(
     speculative = {**drafters_of(spec), "router": {"policy": "goodput"}}
     check_job(model, spec, speculative)
     arguments = make_job(out, model, speculative, engine, batch_size)["engine"]
-    job = {"engine": arguments, "groups": [], "chat": None, "sampling": {"max_tokens": 1}}  # nothing is asked
-    os.environ.pop("CROSSSPEC_FIXED_WIDTHS", None)  # which forbids what this is for
+    job = {
+        "engine": arguments,
+        "groups": [],  # nothing is asked
+        "chat": None,
+        "sampling": {"max_tokens": 1},
+        "environment": {"CROSSSPEC_FIXED_WIDTHS": ""},  # with 1, nothing would be timed
+    }
     with bars() as progress:
         progress.add_task("costs: the engine starts and times its rounds", total=None)
         with started("costs", job) as running:

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 from rich.progress import TaskProgressColumn
 
+from vllm_crossspec.cli.cluster import ray_connected
 from vllm_crossspec.cli.processes import BOUND_CORES, EngineError, Event, started
 from vllm_crossspec.cli.stages import bars
 from vllm_crossspec.files import replacing
-from vllm_crossspec.jobs.cluster import ray_connected
 
 RETRIES = 2
 """How often an engine on Ray that died begins its part anew."""

@@ -1,15 +1,20 @@
 """Training's responses and batches on a tiny random target."""
 
+import shutil
 from dataclasses import replace
 
 import pytest
 import torch
 from tiny_training import RESPONSES, VOCAB, random_rows
+from transformers import AutoTokenizer
 
 from crossspec_tools.records.sharded import run_missing
+from crossspec_tools.train.data import CHAT_TEMPLATE
 from crossspec_tools.train.generate import GENERATE, generate, plan
 from crossspec_tools.train.generations import collate, generation_batches, read_generations, sample_anchors
 from crossspec_tools.train.states import load_target
+
+SYSTEM = "<|im_start|>system\nBe short.<|im_end|>\n"
 
 # ---- responses
 
@@ -53,6 +58,21 @@ def test_responses_are_resumable_and_seeded(tmp_path, data, target_folder, respo
         assert (copy / name).read_bytes() == (responses / name).read_bytes()
     with pytest.raises(ValueError, match="other max_new_tokens"):
         generate(data, target_folder, copy, replace(RESPONSES, max_new_tokens=12))
+
+
+def test_prompts_are_rendered_by_the_targets_own_template(tmp_path, data, target_folder):
+    tokenizer = AutoTokenizer.from_pretrained(target_folder)
+    made = {}
+    for name, template in (("own", tokenizer.chat_template), ("none", None), ("system", SYSTEM + CHAT_TEMPLATE)):
+        shutil.copytree(target_folder, folder := tmp_path / name)
+        tokenizer.chat_template = template
+        (folder / "chat_template.jinja").unlink(missing_ok=True)
+        tokenizer.save_pretrained(folder)
+        _, shards = plan(data, folder, tmp_path / f"{name}-out", RESPONSES)
+        made[name] = [prompt["ids"] for shard in shards for prompt in shard["prompts"]]
+    assert made["own"] == made["none"] != made["system"]
+    system = tokenizer(SYSTEM, add_special_tokens=False)["input_ids"]
+    assert all(ids[: len(system)] == system for ids in made["system"])
 
 
 def test_only_training_prompts_are_sampled(responses):

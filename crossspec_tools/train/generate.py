@@ -89,7 +89,7 @@ def _shards(tokenizer: Any, split: str, rows: Sequence[Row], data: Path, config:
 
 def _prompts(tokenizer: Any, rows: Sequence[Row], config: GenerateConfig, sampled_share: float) -> list[dict[str, Any]]:
     rng = random.Random(config.seed)
-    encoded = tokenizer([chat_prompt(r.prompt) for r in rows], add_special_tokens=False)["input_ids"]
+    encoded = tokenizer([_asked(tokenizer, row.prompt) for row in rows], add_special_tokens=False)["input_ids"]
     prompts = [
         {"ids": ids, "category": row.category, "temperature": config.temperature * (rng.random() < sampled_share)}
         for ids, row in zip(encoded, rows, strict=True)
@@ -98,3 +98,12 @@ def _prompts(tokenizer: Any, rows: Sequence[Row], config: GenerateConfig, sample
     rng.shuffle(prompts)
     # Each draws by a seed of its own, whatever shard and batch it is in.
     return [{**prompt, "seed": config.seed * 1_000_003 + number} for number, prompt in enumerate(prompts)]
+
+
+def _asked(tokenizer: Any, prompt: str) -> str:
+    """A prompt as a server renders it: by the target's own chat template, or plain ChatML where it has none."""
+    if not tokenizer.chat_template:
+        return chat_prompt(prompt)
+    messages = [{"role": "user", "content": prompt}]
+    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return text

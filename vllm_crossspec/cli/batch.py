@@ -22,12 +22,12 @@ from typer import Argument, Option
 from vllm_crossspec.cli import options
 from vllm_crossspec.cli.bench import EngineArgs, ModelOption, parse_engine_args, read_configs
 from vllm_crossspec.cli.check import checked_first
+from vllm_crossspec.cli.cluster import ray_connected
 from vllm_crossspec.cli.processes import BOUND_CORES, CHILD_DEFAULTS, EngineError
 from vllm_crossspec.cli.prompts import json_rows, parquet_rows
 from vllm_crossspec.cli.report import say_nothing_was_drafted
 from vllm_crossspec.differences import differences
 from vllm_crossspec.files import replacing
-from vllm_crossspec.jobs.cluster import ray_connected
 from vllm_crossspec.names import counted, nearest
 
 SAMPLING = (

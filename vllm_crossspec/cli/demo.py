@@ -42,12 +42,7 @@ SIDE_BY_SIDE = 4
 def demo(
     json_file: TableFile = None,
     models: Annotated[
-        str | None,
-        Option(
-            envvar="CROSSSPEC_MODELS",
-            help="`smollm2` (SmolLM2-135M-Instruct), `pocket`, or another package's set. Default: smollm2 where all of "
-            "it is installed, else pocket.",
-        ),
+        str | None, Option(envvar="CROSSSPEC_MODELS", help="`smollm2` or `pocket`. Default: smollm2 if it is installed.")
     ] = None,
     methods: Annotated[
         str | None,

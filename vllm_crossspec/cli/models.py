@@ -29,8 +29,7 @@ class ModelSet(NamedTuple):
         find: the folder of the drafters and of prompts.jsonl; raises ValueError where there is none.
         target: the target's folder, which may be made first; raises ValueError, too.
         missing: why the target cannot be had, in a sentence with the fix; None where it can.
-        batch_size: most requests at a time.
-        headline_prompts: of each category, that the headline is shown on.
+        headline_prompts: of each category.
         is_timed: whether times mean something. Then engines run one by one, and trees fit the load.
     """
 

@@ -54,7 +54,11 @@ class EngineError(RuntimeError):
 
 @contextmanager
 def engine_process(
-    job_file: Path, log_file: Path, module: str | None = None, cores: Sequence[int] = ()
+    job_file: Path,
+    log_file: Path,
+    module: str | None = None,
+    cores: Sequence[int] = (),
+    variables: Mapping[str, str] | None = None,
 ) -> Iterator[tuple[Process, Iterator[Event]]]:
     """The process and its events; on the way out the process and everything that it started are gone.
 
@@ -64,11 +68,12 @@ def engine_process(
         log_file: takes what the process prints.
         module: that the process runs, with the job's file and a descriptor for its events; None is the demo's.
         cores: that the process keeps to; none for all. Where the platform's engines compute on cores only.
+        variables: of its environment, beside those of this process.
     """
     if problem := platform().problem():
         raise ValueError(problem)
     read_end, write_end = os.pipe()
-    environment = {**CHILD_DEFAULTS, **os.environ, "PWD": os.getcwd()}
+    environment = {**CHILD_DEFAULTS, **os.environ, "PWD": os.getcwd(), **(variables or {})}
     arguments = (module or CHILD_MODULE, job_file, write_end, log_file, environment, cores)
     try:
         process = platform().start(*arguments) or _start(*arguments)
@@ -117,7 +122,7 @@ def started(
 
     Args:
         name: of the job in messages; an event that names another ``method`` is about that one.
-        job: what the module reads.
+        job: what the module reads; ``environment`` in it has variables for the process.
         module, cores: as of :func:`engine_process`.
     """
     with tempfile.TemporaryDirectory(prefix="crossspec-") as folder:
@@ -127,7 +132,7 @@ def started(
         # Open at both ends, or it would wait here for the engine to open the other.
         with (
             open(os.open(pipe, os.O_RDWR), "w") as orders,
-            engine_process(job_file, log_file, module, cores) as (process, events),
+            engine_process(job_file, log_file, module, cores, job.get("environment")) as (process, events),
         ):
             heard = _heard(name, process, events, log_file)
             yield Engine(name, orders, heard)

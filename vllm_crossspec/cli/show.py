@@ -14,9 +14,7 @@ from vllm_crossspec.cli.rows import PLAIN
 from vllm_crossspec.cli.runner import Job, Prompt
 from vllm_crossspec.names import counted
 
-DRAFTED = "bold green"
-COUNTED = ("num_tokens", "step", "seconds")
-"""Of an event `text`; a step is a pass of the target, the one for the prompt included."""
+DRAFTED, COUNTED = "bold green", ("num_tokens", "step", "seconds")
 
 
 @dataclass

@@ -110,7 +110,7 @@ class RoundCosts:
         assert len(self.owners) in (0, self.num_drafters), self.owners
         for table in (self.draft, self.verify, self.switch):
             assert len(table) == len(sizes) and all(len(row) == self.num_drafters for row in table)
-        assert all(0 <= seconds < math.inf for row in self.switch for seconds in row)
+            assert all(0 <= seconds < math.inf for row in table for seconds in row)
         assert all(seconds > 0 for row in range(len(sizes)) for seconds in self.round_seconds(row))
 
     @property

@@ -25,7 +25,7 @@ PACKAGE = Path(__file__).resolve().parents[3] / "vllm_crossspec"
 SECONDS = 4.0
 """Of interpreting one kernel in one case."""
 ULP = 64
-"""As far as numpy's exp, log and the like may be from the C library's here: see docs/develop/cpu-lane-equality.md."""
+"""As far as numpy's exp, log and the like may be from the C library's here: see docs/develop/cpu-lane.md."""
 SUMS_NEAR_0 = {
     "_add_target_noise_kernel": 1 << 10,
     "_tail_attention_kernel": 1 << 14,
