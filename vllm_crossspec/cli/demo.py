@@ -42,7 +42,7 @@ SIDE_BY_SIDE = 4
 def demo(
     json_file: TableFile = None,
     models: Annotated[
-        str | None, Option(envvar="CROSSSPEC_MODELS", help="`smollm2` or `pocket`. Default: smollm2 if it is installed.")
+        str | None, Option(envvar="CROSSSPEC_MODELS", help="`smollm2` or `pocket`. Default: smollm2, if installed.")
     ] = None,
     methods: Annotated[
         str | None,
