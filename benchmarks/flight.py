@@ -38,7 +38,8 @@ import round_time
 from methods import model_folders
 from shapes import SHAPES
 
-from vllm_crossspec.cli.demo import METHODS, located
+from vllm_crossspec.cli.demo import METHODS
+from vllm_crossspec.cli.models import located
 from vllm_crossspec.pocket_models import find_pocket
 
 HERE = Path(__file__).resolve().parent

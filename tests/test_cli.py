@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from played import ENVIRONMENT, GENERATE, spec_file
 
-from vllm_crossspec.cli import app, demo, doctor, processes, runner
+from vllm_crossspec.cli import app, demo, doctor, models, processes, runner
 from vllm_crossspec.cli.bench import read_configs
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.platform import platform
@@ -23,7 +23,7 @@ from vllm_crossspec.platform import platform
 @pytest.fixture
 def pocket(tmp_path):
     """A folder with the outlines of the demo's models."""
-    for name in demo.pocket_folders(demo.METHODS):
+    for name in ["target", *models.folders_of(demo.METHODS)]:
         (tmp_path / "pocket" / name).mkdir(parents=True)
         (tmp_path / "pocket" / name / "config.json").write_text("{}")
     return tmp_path / "pocket"
@@ -160,8 +160,8 @@ def test_demo_shows_the_headline_on_a_few_prompts(play, pocket, tmp_path, crosss
     file = tmp_path / "out.json"
     assert crossspec("demo", "--pocket", pocket, "--json", file)[0] == 0
     rows = [row for row in json.loads(file.read_text())["rows"] if row["category"] == "all"]
-    assert [row["method"] for row in rows] == list(demo.HEADLINE)
-    assert {row["num_prompts"] for row in rows} == {4 * demo.HEADLINE_PROMPTS}
+    assert [row["method"] for row in rows] == models.POCKET.headline
+    assert {row["num_prompts"] for row in rows} == {4 * models.POCKET.headline_prompts}
     assert crossspec("demo", "--pocket", pocket, "--json", file, "--limit", 1, "--methods", "dart")[0] == 0
     rows = [row for row in json.loads(file.read_text())["rows"] if row["category"] == "all"]
     assert [(row["method"], row["num_prompts"]) for row in rows] == [("plain", 4), ("dart", 4)]

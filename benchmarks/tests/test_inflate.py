@@ -14,7 +14,8 @@ from crossspec_inflate import assets, drafters, folder, write
 from crossspec_inflate import cli as command
 from crossspec_inflate.folder import Wish, make_plan, write_plan
 from crossspec_inflate.growth import SHAPES, Growth, Shape, Width, place_layers
-from vllm_crossspec.cli.demo import METHODS, located
+from vllm_crossspec.cli.demo import METHODS
+from vllm_crossspec.cli.models import located
 from vllm_crossspec.cli.runner import Run
 from vllm_crossspec.kinds.checkpoint import check_weight_files
 

@@ -14,7 +14,8 @@ from crossspec_tools.records import cli_router as router
 from crossspec_tools.records.cli_collect import check_job, describe, interleaved, make_job, make_shards
 from crossspec_tools.records.sharded import Work, run_missing
 from vllm_crossspec.cli import options
-from vllm_crossspec.cli.demo import METHODS, located
+from vllm_crossspec.cli.demo import METHODS
+from vllm_crossspec.cli.models import located
 from vllm_crossspec.cli.stages import grid, wide_console
 from vllm_crossspec.cli.usage import App, Group
 from vllm_crossspec.heterospec.heterospec import LEAF_SHARE, MAX_THRESHOLDS, Reading, default_alpha, make_policy

@@ -15,7 +15,8 @@ from crossspec_tools.records.sharded import Work, run_missing
 from vllm_crossspec.cli import options
 from vllm_crossspec.cli.bench import read_configs
 from vllm_crossspec.cli.check import checked_first
-from vllm_crossspec.cli.demo import PAIR, demo_prompts, located
+from vllm_crossspec.cli.demo import PAIR, demo_prompts
+from vllm_crossspec.cli.models import located
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.runner import Prompt, by_category
 from vllm_crossspec.names import counted

@@ -1,40 +1,32 @@
-"""`crossspec demo`: every method beside plain generation, with the pocket models. `crossspec pocket`: their configs."""
+"""`crossspec demo`: methods beside plain generation, with a set of models. `crossspec pocket`: the pocket's configs."""
 
 import json
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer import Argument, Option
 
+from vllm_crossspec.cli import models as sets
 from vllm_crossspec.cli import report
+from vllm_crossspec.cli.models import POCKET, Config, ModelSet, absent_folders, folders_of, located
 from vllm_crossspec.cli.options import AnswerTokens, TableFile, name_list
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.rows import ALL, PLAIN, Row
 from vllm_crossspec.cli.runner import Job, Measurement, Pass, Prompt, first_of_each
-from vllm_crossspec.names import counted, look_up
-from vllm_crossspec.pocket_models import find_pocket
+from vllm_crossspec.cli.show import show
+from vllm_crossspec.names import counted
 
-_TABLE = json.loads(Path(__file__).with_name("methods.json").read_text())
-METHODS: dict[str, dict[str, Any] | None] = _TABLE["methods"]
-"""Every method of the demo and its --speculative-config; `{pocket}` is the folder of the pocket models.
+METHODS: dict[str, Config] = POCKET.methods
+"""Every method of the pocket's demo and its --speculative-config.
 
 `tree` is one of our keys: with it the drafter is our proposer, without it vLLM's own.
 """
-for _config in METHODS.values():
-    if _config is not None and "drafters" in _config:
-        _config["drafters"] = _TABLE["drafters"][_config["drafters"]]
-PAIR: dict[str, dict[str, Any]] = _TABLE["drafters"]["pair"]
+PAIR: dict[str, dict[str, Any]] = json.loads(sets.TABLE.read_text())["drafters"]["pair"]
 """Two drafters; which is better depends on the text."""
-
-HEADLINE: list[str] = _TABLE["headline"]
-"""What `crossspec demo` shows unless it is asked for others."""
-
-HEADLINE_PROMPTS = 2
-"""Prompts of each category that the headline is shown on."""
 
 PROOF = (
     "Every method drafts tokens that the target then verifies in one pass: the fewer target calls for the same tokens, "
@@ -42,22 +34,21 @@ PROOF = (
     "alone: speculation changes how soon a text is there, not a token of it."
 )
 
-POCKET_FILES = ("config.json", "router.json", "store.safetensors", "calibration.json")
-"""Each pocket folder has one of them."""
-
 TEMPERATURE, TOP_P = 0.8, 0.95
-BATCH_SIZE = 16
 SIDE_BY_SIDE = 4
 """Engines that run at a time where there are cores for them; each takes 1.5 GiB."""
 
 
 def demo(
     json_file: TableFile = None,
+    models: Annotated[
+        str | None, Option(envvar="CROSSSPEC_MODELS", help="`smollm2` or `pocket`. Default: smollm2, if installed.")
+    ] = None,
     methods: Annotated[
         str | None,
         Option(
-            help=f"Comma-separated, of: {', '.join(METHODS)}; or `{ALL}`. "
-            f"Default: {', '.join(HEADLINE)}, on {HEADLINE_PROMPTS} prompts of each category."
+            help=f"Comma-separated, with the pocket models of: {', '.join(METHODS)}; or `{ALL}`. "
+            f"Default: {', '.join(POCKET.headline)}, on {counted(POCKET.headline_prompts, 'prompt')} of each category."
         ),
     ] = None,
     limit: Annotated[
@@ -74,12 +65,18 @@ def demo(
     pocket: Annotated[
         Path | None, Option(help="Other models: a folder with target/ and one folder per method.")
     ] = None,
+    show_prompt: Annotated[
+        int | None,
+        Option("--show", min=0, help="Show this prompt's answer as it comes; 0 for none. Default: 1, on a terminal."),
+    ] = None,
     texts: Annotated[bool, Option("--texts", help="Print the first text of each category, too.")] = False,
 ) -> None:
-    """Generate with the pocket target, plainly and with each method, and compare.
+    """Generate plainly and with each method, and compare.
 
-    The prompts are real, in four categories (chat, math, code, agentic), each one batch, in float32. Each method has an
-    engine of its own; on a CPU each engine takes a core, and as many run at a time as there are. The table's columns:
+    First one answer appears as it is generated, plainly and with the first method; what the drafter guessed is green.
+    The prompts are real, in four categories (chat, math, code, agentic), in float32. Each method has an engine of its
+    own. Pocket engines take a core each on a CPU, and run side by side; those of SmolLM2 run one by one, and their
+    times are compared. The table's columns:
 
     tokens: generated, without the prompts.
 
@@ -95,25 +92,33 @@ def demo(
     accepted per position: in how many rounds the first, second, ... draft token was accepted; percent here,
     counts in the JSON document.
 
-    Trees stay whole at every load here, so that what is counted is the same on every machine; `crossspec bench`
-    and servers fit them to it.
+    Trees of the pocket models stay whole at every load here, so that what is counted is the same on every machine;
+    those of SmolLM2, `crossspec bench` and servers fit them to it.
 
     identical to plain: whether every prompt's tokens are plain's. Exit code 1 where a greedy text is not.
     Sampled texts have plain's distribution, not its tokens, and do not count.
     """
-    os.environ.setdefault("CROSSSPEC_FIXED_WIDTHS", "1")  # what is counted is the same on every machine
+    chosen_set = POCKET if pocket else sets.choose_set(models)
+    if not chosen_set.is_timed:
+        os.environ.setdefault("CROSSSPEC_FIXED_WIDTHS", "1")
     if limit is None and methods is None and prompts is None:
-        limit = HEADLINE_PROMPTS
-    folder = pocket or find_pocket()
-    chosen = first_of_each(read_prompts(prompts or demo_prompts()), limit)
-    sampling = {"temperature": TEMPERATURE, "top_p": TOP_P, "seed": seed} if sampled else {"temperature": 0.0}
-    sampling["max_tokens"] = max_tokens
-    jobs = [job_of(name, METHODS[name], folder, chosen, sampling) for name in choose(methods)]
-    measurement = measurement_of(jobs)
-    about = {"model": "pocket", "dtype": "float32", "sampling": sampling}
+        limit = chosen_set.headline_prompts
+    folder = pocket or chosen_set.find()
+    read = read_prompts(prompts or chosen_set.find() / "prompts.jsonl")
+    chosen = first_of_each(read, limit)
     files = report.Files(json_file)
     files.check()
-    rows = report.measure(measurement, about, files, side_by_side=SIDE_BY_SIDE, has_speeds=False)
+    names = choose(methods, chosen_set, folder)
+    sampling = {"temperature": TEMPERATURE, "top_p": TOP_P, "seed": seed} if sampled else {"temperature": 0.0}
+    sampling["max_tokens"] = max_tokens
+    engine = {"model": str(pocket / "target" if pocket else chosen_set.target()), "max_num_seqs": chosen_set.batch_size}
+    jobs = [job_of(name, chosen_set.methods[name], folder, chosen, sampling, **engine) for name in names]
+    if show_prompt or (show_prompt is None and Console().is_terminal):
+        show(jobs[:2], read, show_prompt or 1)
+    measurement = measurement_of(jobs)
+    about = {"model": chosen_set.name, "dtype": "float32", "sampling": sampling}
+    plan = (1, "timed") if chosen_set.is_timed else (SIDE_BY_SIDE, "counts")
+    rows = report.measure(measurement, about, files, *plan)
     typer.echo(PROOF)
     for category, group in measurement.runs[0].groups.items() if texts else ():  # plain's
         first = next(prompt for prompt in chosen if prompt.category == category)
@@ -132,11 +137,7 @@ def print_pocket(
 
     Example: vllm serve "$(crossspec pocket)/target" --speculative-config "$(crossspec pocket eagle3-tree)"
     """
-    if method is None:
-        typer.echo(find_pocket())
-        return
-    drafting = {name: config for name, config in METHODS.items() if config is not None}
-    typer.echo(json.dumps(located(look_up(method, drafting, "METHOD", "method"), find_pocket())))
+    typer.echo(POCKET.find() if method is None else sets.config_of(POCKET, method))
 
 
 def measurement_of(jobs: Sequence[Job]) -> Measurement:
@@ -150,53 +151,44 @@ def measurement_of(jobs: Sequence[Job]) -> Measurement:
             f"({number} of {len(jobs)})"
         )
 
-    plan = [Pass(job.method, BATCH_SIZE, 0) for job in jobs]
+    plan = [Pass(job.method, job.engine["max_num_seqs"], 0) for job in jobs]
     return Measurement(jobs, plan, lambda one: one.method, outcome)
 
 
-def choose(methods: str | None) -> list[str]:
-    """The methods to run, `plain` first: all are compared with it. Raises ValueError on an unknown name."""
+def choose(methods: str | None, models: ModelSet = POCKET, folder: Path | None = None) -> list[str]:
+    """The methods to run, `plain` first: all are compared with it. Raises ValueError on an unknown name.
+
+    Of all, those whose models are not in the folder are left out, and named on stderr.
+    """
     if methods is None:
-        return HEADLINE
+        return models.headline
     if methods.strip() == ALL:
-        return list(METHODS)
+        absent = {name: absent_folders(config, folder or models.find()) for name, config in models.methods.items()}
+        if left_out := [f"{name} ({', '.join(lacks)})" for name, lacks in absent.items() if lacks]:
+            Console(stderr=True).print(f"note: left out, for want of models: {', '.join(left_out)}", soft_wrap=True)
+        return [name for name, lacks in absent.items() if not lacks]
     asked = [name for name in name_list(methods) if name]
-    unknown = [name for name in asked if name not in METHODS]
+    unknown = [name for name in asked if name not in models.methods]
     if unknown or not asked:
-        raise ValueError(f"--methods {methods}: choose from {', '.join(METHODS)}, or say `{ALL}`")
-    return [PLAIN, *(name for name in METHODS if name in asked and name != PLAIN)]
+        raise ValueError(f"--methods {methods}: choose from {', '.join(models.methods)}, or say `{ALL}`")
+    return [PLAIN, *(name for name in models.methods if name in asked and name != PLAIN)]
 
 
 def job_of(
-    name: str, config: dict[str, Any] | None, folder: Path, prompts: list[Prompt], sampling: dict[str, Any]
+    name: str, config: Config, folder: Path, prompts: list[Prompt], sampling: dict[str, Any], **more: Any
 ) -> Job:
-    """What one method's engine is to do. Raises ValueError where a pocket model is missing."""
-    engine: dict[str, Any] = {"model": str(folder / "target"), "dtype": "float32", "max_num_seqs": BATCH_SIZE}
+    """What one method's engine is to do, with further arguments of it. Raises ValueError where a model is missing."""
+    engine = {"model": str(folder / "target"), "dtype": "float32", "max_num_seqs": POCKET.batch_size, **more}
     if config is not None:
         engine["speculative_config"] = located(config, folder)
-    for model in pocket_folders(config):
-        if not any((folder / model / file).is_file() for file in POCKET_FILES):
-            raise ValueError(
-                f"{folder / model} holds no model: check out the repository whole, or train one (`crossspec train`)"
-            )
+    for model in (Path(engine["model"]), *(folder / drafter for drafter in folders_of(config))):
+        sets.require_model(model)
     return Job(method=name, engine=engine, sampling=sampling, prompts=prompts, warm_up=False)
 
 
 def demo_prompts() -> Path:
-    """The file of the demo's prompts. Raises ValueError where the pocket models are not installed."""
-    return find_pocket() / "prompts.jsonl"
-
-
-def pocket_folders(config: Any) -> list[str]:
-    """The folders of pocket models that a method needs, the target's first."""
-    return ["target", *sorted(set(re.findall(r"{pocket}/([\w.-]+)", json.dumps(config))))]
-
-
-def located(value: Any, folder: Path) -> Any:
-    """The same with `{pocket}` filled in."""
-    if isinstance(value, dict):
-        return {key: located(inner, folder) for key, inner in value.items()}
-    return value.replace("{pocket}", str(folder)) if isinstance(value, str) else value
+    """The file of the pocket demo's prompts. Raises ValueError where the pocket models are not installed."""
+    return POCKET.find() / "prompts.jsonl"
 
 
 def require_identical(rows: list[Row]) -> None:

@@ -16,8 +16,9 @@ from rich.markup import escape
 from rich.table import Table
 from typer import Option
 
-from vllm_crossspec.cli.demo import METHODS, POCKET_FILES, pocket_folders
+from vllm_crossspec.cli.demo import METHODS
 from vllm_crossspec.cli.meta import GIB, available_gib, installed
+from vllm_crossspec.cli.models import folders_of, holds_model
 from vllm_crossspec.cli.options import write_json
 from vllm_crossspec.names import counted
 from vllm_crossspec.platform import platform as engine_platform
@@ -209,7 +210,7 @@ def check_touch_points() -> list[Check]:
 
 
 def check_pocket() -> list[Check]:
-    folders = pocket_folders(METHODS)
+    folders = ["target", *folders_of(METHODS)]
     try:
         pocket = find_pocket()
     except ValueError:
@@ -222,7 +223,7 @@ def check_pocket() -> list[Check]:
 
 
 def _model_problem(folder: Path) -> str | None:
-    if not any((folder / file).is_file() for file in POCKET_FILES):
+    if not holds_model(folder):
         return f"{folder} holds no model"
     try:
         if (folder / "calibration.json").is_file():

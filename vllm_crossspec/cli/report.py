@@ -64,31 +64,32 @@ class Files(NamedTuple):
 
 
 def measure(
-    measurement: Measurement, settings: dict[str, Any], files: Files, side_by_side: int = 1, has_speeds: bool = True
+    measurement: Measurement, settings: dict[str, Any], files: Files, side_by_side: int = 1, tables: str = "both"
 ) -> list[Row]:
     """Carry a measurement out, print its tables and write the files; the rows.
 
     If an engine fails or the user ends it, what is done is shown and written all the same. The document's ``meta`` has
-    the ``settings``, and then the ``unfinished`` methods. Without ``has_speeds`` counts alone are shown.
+    the ``settings``, and then the ``unfinished`` methods. The tables are ``both``, of speeds and of counts, or
+    ``counts`` alone, or ``timed``: counts with tokens a second.
     """
     try:
         measurement.carry_out(side_by_side)
     except BaseException:
         if measurement.runs:
-            _show(measurement, settings | {"unfinished": measurement.unfinished}, files, has_speeds)
+            _show(measurement, settings | {"unfinished": measurement.unfinished}, files, tables)
         raise
-    return _show(measurement, settings, files, has_speeds)
+    return _show(measurement, settings, files, tables)
 
 
-def _show(measurement: Measurement, settings: dict[str, Any], files: Files, has_speeds: bool) -> list[Row]:
+def _show(measurement: Measurement, settings: dict[str, Any], files: Files, tables: str) -> list[Row]:
     runs = measurement.runs
     about = meta.describe(runs, settings)
     measured = rows(runs, shares=measurement.shares)
     console, caption, smallest = wide_console(), seconds_note(about), measured[0].batch_size
-    if has_speeds:
+    if tables == "both":
         console.print(speed_table(measured, caption))
-    console.print(count_table([row for row in measured if row.batch_size == smallest], caption))
-    if has_speeds and (note := speedup_note(measured, about)):
+    console.print(count_table([row for row in measured if row.batch_size == smallest], caption, tables == "timed"))
+    if tables != "counts" and (note := speedup_note(measured, about)):
         console.print(note, highlight=False, markup=False)
     if settings["sampling"]["temperature"] > 0 and any(row.identical_to_plain is False for row in measured):
         console.print(SAMPLED)
@@ -211,10 +212,11 @@ def speed_table(rows: Sequence[Row], caption: str | None) -> Table:
     return grid
 
 
-def count_table(rows: Sequence[Row], caption: str | None) -> Table:
-    """A row a method and category."""
-    names = ("prompts", "tokens", "target calls", "rounds with drafts", "verified tokens", "acceptance length")
-    cells = dict(COUNTS)
+def count_table(rows: Sequence[Row], caption: str | None, is_timed: bool = False) -> Table:
+    """A row a method and category; with tokens a second and speedup in place of rounds and verified tokens."""
+    work, speeds = ("rounds with drafts", "verified tokens"), ("tokens a second", "speedup")
+    names = ("prompts", "tokens", "target calls", *(speeds if is_timed else work), "acceptance length")
+    cells = dict([*SPEEDS, *COUNTS])
     grid = Table(caption=caption, caption_justify="left")
     grid.add_column("method", min_width=max(len(row.method) for row in rows))
     grid.add_column("category")

@@ -83,6 +83,7 @@ def answer(
     sampling: dict[str, Any],
     batch_size: int,
     report: Callable[[int], None] = lambda num_tokens: None,
+    tell: Callable[[Generation, Generation], None] = lambda before, after: None,
 ) -> list[Generation]:
     """Answers to all turns: of the first turns in their order, then of the second ones, and so on.
 
@@ -94,6 +95,7 @@ def answer(
             draw apart and a request draws the same whatever its batch.
         batch_size: most requests at a time.
         report: called with the number of new tokens of every step that has any.
+        tell: called with an answer before and after each of its steps.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -115,7 +117,8 @@ def answer(
         outputs = engine.step()
         for output in outputs:
             turn, i = running[output.request_id]
-            answers[turn, i] = _extended(answers[turn, i], output)
+            before, answers[turn, i] = answers[turn, i], _extended(answers[turn, i], output)
+            tell(before, answers[turn, i])
             if not output.finished:
                 continue
             del running[output.request_id]

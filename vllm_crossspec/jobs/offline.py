@@ -13,6 +13,8 @@ This module is what `crossspec demo`, `bench` and `costs` run. Its job is a :cla
 orders are :class:`Measured`'s, and it has more events:
 
     checking: the configuration of ``method``; a job of ``checks`` is these alone.
+    text: what a step added to the answer that is shown, ``drafted`` and then the target's ``own``; ``num_tokens`` and
+        ``step`` count from 1, ``seconds`` since it was asked for.
     group: all prompts of one category are done; one record per generation, the target rows of all their rounds, and
         their rounds by drafter.
     shares: what of a round is whose (``load.round_shares``).
@@ -89,7 +91,8 @@ class Measured:
     An order has ``batch_size``, the most requests at a time. With ``warm_up`` it first answers some prompts that do not
     count. ``waves`` bounds each category's prompts to so many times the batch size, ``categories`` chooses some. With
     ``shares`` the parts of a round are measured, over some of the prompts. An order of ``costs`` tells what rounds
-    cost, as timed at the start. Raises ValueError: a prompt is too long for the model.
+    cost, as timed at the start. An order to ``show`` tells the first prompt's answer step by step. Raises ValueError: a
+    prompt is too long for the model.
     """
 
     def __init__(self, llm: Any, job: dict[str, Any], emit: Emit):
@@ -104,6 +107,9 @@ class Measured:
         """Answer the prompts; one event a category, or one with the shares of a round, or with the costs."""
         if order.get("costs"):
             self._emit("costs", costs=self._llm.collective_rpc("crossspec_round_costs")[0])
+            return
+        if order.get("show"):
+            self._show()
             return
         batch_size = order["batch_size"]
         self._llm.reset_prefix_cache()  # for who turned it on: a repeat must not find the prompts of the last
@@ -130,6 +136,28 @@ class Measured:
                 routes={name: count - routes[name] for name, count in _routes(self._llm).items()},
                 generations=[generation._asdict() for generation in generations],
             )
+
+    def _show(self) -> None:
+        """Tell every step of the first prompt's answer: all of its tokens but the last were drafted.
+
+        The end may cut a step short. vLLM's count of accepted drafts comes with the last step, and says so.
+        """
+        self.warm_up(1, WARM_UP_TOKENS)
+        tokenizer, begun, steps, drafted = self._llm.get_tokenizer(), time.perf_counter(), 0, 0
+
+        def tell(before: Generation, after: Generation) -> None:
+            nonlocal steps, drafted
+            count = max(len(after.token_ids) - len(before.token_ids) - 1, 0)
+            if after.accepted_histogram:
+                accepted = sum(number * rounds for number, rounds in enumerate(after.accepted_histogram))
+                count = min(accepted - drafted, len(after.token_ids) - len(before.token_ids))
+            steps, drafted = steps + 1, drafted + count
+            known = tokenizer.decode(after.token_ids[: len(before.token_ids) + count], skip_special_tokens=True)
+            cut = max(len(known.rstrip("\ufffd")) if count else 0, len(before.text))
+            told = {"drafted": after.text[len(before.text) : cut], "own": after.text[cut:], "step": steps}
+            self._emit("text", **told, num_tokens=len(after.token_ids), seconds=time.perf_counter() - begun)
+
+        answer(self._llm, self._conversations(self._rows[:1]), self._job["sampling"], 1, tell=tell)
 
     def warm_up(self, batch_size: int, max_tokens: int) -> None:
         """Compile what is compiled when it is first needed, and wake the machine up."""

@@ -12,7 +12,8 @@ from rich.progress import DownloadColumn
 from rich.table import Table
 from typer import Option
 
-from vllm_crossspec.cli.demo import METHODS, SIDE_BY_SIDE, demo_prompts, job_of, measurement_of, pocket_folders
+from vllm_crossspec.cli.demo import METHODS, SIDE_BY_SIDE, demo_prompts, job_of, measurement_of
+from vllm_crossspec.cli.models import folders_of
 from vllm_crossspec.cli.options import grouped, name_list
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.rows import PLAIN, Run, rows
@@ -183,7 +184,7 @@ def checked_methods(names: Sequence[str]) -> dict[str, dict[str, Any] | None]:
     """Of the demo's methods those that use these folders, one for each; `plain` first."""
     left, methods = set(names) - {"target"}, {PLAIN: METHODS[PLAIN]}
     for name, config in METHODS.items():
-        used = set(pocket_folders(config)) - {"target"}
+        used = set(folders_of(config))
         if used & left and used <= set(names):
             if config is not None and config.get("router"):
                 name, config = "whiflash", {**config, "router": ROUTER}

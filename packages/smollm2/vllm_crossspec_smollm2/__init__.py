@@ -1,0 +1,1 @@
+"""SmolLM2-135M-Instruct for vllm-crossspec: its conversion, drafters for it, and prompts."""
