@@ -26,7 +26,7 @@ def write_llama(folder, target_folder, **more):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=DEPTH, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=256, initializer_range=0.2, eos_token_id=2, **more,
+        num_key_value_heads=1, head_dim=32, max_position_embeddings=256, initializer_range=0.2, eos_token_id=2, **more,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(target_folder).save_pretrained(folder)

@@ -14,7 +14,7 @@ Its metadata say in JSON which ``layers`` these are, whose states (``target``), 
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -57,7 +57,7 @@ class StateFile:
 
     def __init__(self, path: Path, wanted: Wanted, lengths: Sequence[int]):
         try:
-            self._file: Any = safe_open(path, "pt")
+            self._file = cast(Any, safe_open(path, "pt"))
             facts = {name: json.loads(fact) for name, fact in (self._file.metadata() or {}).items()}
             layers, target = list(facts["layers"]), Identity(**facts["target"])
             self._offsets: list[int] = self._file.get_tensor("offsets").tolist()
