@@ -3,12 +3,10 @@
     python benchmarks/cpu_speed.py --out runs/cpu                      # both shapes, two to three hours on two cores
     python benchmarks/cpu_speed.py --out runs/cpu --shapes 0.2b --report docs/results
 
-The models are the pocket's, inflated: their text and their acceptance at the cost of the shape, see
-docs/develop/inflated-models.md. All methods answer the same prompts in turns (`crossspec bench`), in float32. Every
-text must be plain's. Methods of ours have the CPU lane's products (docs/develop/cpu-lane.md); plain engines and vLLM's
-methods only with `CROSSSPEC_CPU_PRODUCTS=all` in the environment. `arm-plain` is an engine of ours without drafts.
-Trees are as small as a CPU wants them, and `by_batch_size` is "auto" where a method has trees. The *limit* of a row is
-its speedup if a round were the target's pass alone: its tokens a round, times plain's round, by its own target's pass.
+The models are the pocket's, inflated (docs/develop/inflated-models.md). Methods answer the same prompts in turns, in
+float32, and every text must be plain's. Plain engines and vLLM's methods have the CPU lane's products only with
+`CROSSSPEC_CPU_PRODUCTS=all`. `arm-plain` is an engine of ours without drafts. A row's *limit* is its speedup if a round
+were the target's pass alone: its tokens a round, times plain's round, by its own target's pass.
 """
 
 import argparse

@@ -1,9 +1,6 @@
 """The picture of the documents' results: acceptance length by method.
 
-    python benchmarks/figures.py                    # into docs/figures
-    python benchmarks/figures.py --out /tmp/figures --format png
-
-It is drawn from the table of docs/results/demo.md, so that both say the same. Needs matplotlib, no engine.
+It is drawn from the table of docs/results/demo.md into docs/figures, so that both say the same. Needs no engine.
 """
 
 import argparse
@@ -37,11 +34,7 @@ class Method(NamedTuple):
 
 
 def read_table(file: Path) -> list[Method]:
-    """The methods of the demo's table.
-
-    Raises:
-        ValueError: the file has no such table, or a row of it is none.
-    """
+    """The methods of the demo's table. Raises ValueError: the file has no such table, or a bad row."""
     lines = file.read_text().splitlines()
     heads = [i for i, line in enumerate(lines) if line.startswith("| method |") and "acceptance length" in line]
     if len(heads) != 1:
@@ -79,10 +72,6 @@ def draw_acceptance(plt: Any, methods: list[Method], file: Path) -> None:
     names = ["one chain", "one tree", "whiflash: smaller trees", "no drafts", *CATEGORIES]
     axes.legend([*kinds, *marks], names, loc="lower right", fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)
-    _save(figure, file)
-
-
-def _save(figure: Any, file: Path) -> None:
     metadata = {"Date": None} if file.suffix == ".svg" else None  # the same table gives the same file
     figure.savefig(file, dpi=110, metadata=metadata, facecolor="white")
 

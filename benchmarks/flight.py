@@ -7,9 +7,8 @@
 Flight 1 tests our kernels and shows where the milliseconds go. Flight 2 compares every method's text with plain's in
 float32 and times host waits. Flight 3 measures speed under load, compiled, and at long contexts.
 
-A slot ends when its share of the flight is over; what it measured until then is kept. Seconds that a slot leaves go to
-the next ones. A slot that passed at this commit is not flown again, in this folder or in one of `--flown`'s archives.
-Slots that need the pocket models are left out where there are none, and so on: `--list` says why.
+A slot ends when its share of the flight is over; what it measured is kept. Seconds that it leaves go to the next ones.
+A slot that passed at this commit is not flown again, in this folder or in one of `--flown`'s archives.
 
 `--rehearse` flies on small models with few tokens, to see that everything runs; it measures nothing. `--stretch` gives
 slots more time where the host is slow.

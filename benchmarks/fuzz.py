@@ -4,10 +4,9 @@
     python benchmarks/fuzz.py trie --runs 1000000 --corpus work/fuzz/trie
     python benchmarks/fuzz.py --list
 
-Inputs are made by atheris (libFuzzer), which changes good files and keeps what reaches new lines of ours; the corpus
-folder begins with a good file, and a later run resumes it. An input fails if it ends in anything else than a
-ValueError of one line, or takes more than 10 seconds of a core or 2 GiB. It is written to the corpus's folder, and the
-command exits with libFuzzer's status.
+Inputs are made by atheris (libFuzzer), which changes good files and keeps what reaches new lines of ours; a later run
+resumes the corpus folder. An input fails if it ends in anything else than a ValueError of one line, or takes more than
+10 seconds of a core or 2 GiB. It is written to the folder, and the command exits with libFuzzer's status.
 """
 
 import argparse

@@ -8,9 +8,8 @@ requests, greedy and seeded, that come at different steps; some are aborted. Pla
 another process, which loads no plugin at all. A text that differs is shrunk to few requests and keys and written to
 `--found` as a JSON file, which `tests/nightly/test_hunt.py` runs from then on. The hunt goes on, and exits with 1.
 
-With `--dtype bfloat16` sums round by their shape, so that near-ties fall either way. Then greedy requests alone are
-drawn, and for each text that differs the document has the gap between the two tokens in nats, by plain decoding one
-request at a time: for ours, and for plain decoding with eight at a time beside it, so that it is seen whose it is.
+With `--dtype bfloat16` greedy requests alone are drawn. For each text that differs the document has the gap between the
+two tokens in nats, by plain decoding one request at a time: for ours, and for plain decoding with eight at a time.
 """
 
 import argparse

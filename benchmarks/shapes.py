@@ -1,9 +1,9 @@
 """Config folders of a target and its drafters at public models' shapes, for runs with dummy weights.
 
-A folder holds a ``config.json`` in the public format of its kind and no weights: with ``load_format="dummy"`` vLLM
-fills the tensors with random numbers of the right shapes. Times are those of the real models, acceptance is not.
-Sources of the shapes: the ``config.json`` of Qwen/Qwen3-0.6B, -4B, -8B and -14B, of AngelSlim's and SafeAILab's EAGLE-3
-drafters, of z-lab/Qwen3-8B-DFlash-b16, and fvliang/qwen8b-dart.
+A folder holds a ``config.json`` in the public format and no weights: ``load_format="dummy"`` fills tensors with random
+numbers. Times are those of the real models, acceptance is not. Sources of the shapes: the ``config.json`` of
+Qwen/Qwen3-0.6B, -4B, -8B and -14B, of AngelSlim's and SafeAILab's EAGLE-3 drafters, of z-lab/Qwen3-8B-DFlash-b16, and
+fvliang/qwen8b-dart.
 """
 
 import json

@@ -3,10 +3,10 @@
     python research/heterospec_offline.py --responses work/responses --out work/trees      # the pocket's EAGLE-3
     python research/heterospec_offline.py --responses work/sampled --split train --sampled --out work/trees-t1
 
-A response is the target's own path: whatever a draft has of it would be accepted. At every place one tree is grown,
-deeper than any that is asked about, and the ranks are kept that the response's own tokens have in it: every smaller
-tree is a part of it. Beside it stands a chain of first choices, with the entropies by which AdaEDL (Agrawal et al.
-2024) stops and the probabilities of the choices. A stopped run goes on with the next shard.
+A response is the target's own path: whatever a draft has of it would be accepted. At every place one large tree is
+grown, which holds every smaller one, and the ranks of the response's own tokens in it are kept. Beside it stands a
+chain of first choices, with the entropies by which AdaEDL (Agrawal et al. 2024) stops and the probabilities of the
+choices. A stopped run resumes with the next shard.
 """
 
 import argparse

@@ -171,16 +171,22 @@ def test_a_place_is_right_as_often_as_its_length_says():
 # -- the corpus -------------------------------------------------------------------------------------------------------
 
 
+def settle(corpus):
+    """Wait until all outputs are published."""
+    while corpus._waiting.unfinished_tasks or corpus._new:
+        time.sleep(0.001)
+
+
 def test_the_oldest_outputs_go_and_the_bound_holds():
     corpus = Corpus(100, 8, torch.device("cpu"))
     for number in range(60):
         corpus.add(lambda number=number: [np.full(9, number, dtype=np.int32)])
-    corpus.settle()
+    settle(corpus)
     tokens = corpus.version.tokens
     assert len(tokens) == 100 and set(tokens.tolist()) == {NO_TOKEN, *range(50, 60)}
     assert corpus.num_evicted == 50
     corpus.add(lambda: [np.arange(500, dtype=np.int32)])  # longer than all of it: its end
-    corpus.settle()
+    settle(corpus)
     assert corpus.version.tokens.tolist() == [*range(401, 500), NO_TOKEN]
     corpus.close()
 
@@ -196,9 +202,9 @@ def test_whoever_adds_never_waits_and_a_failing_one_is_survived(caplog):
         corpus.add(blocked)
     assert corpus.version is None
     gate.set()
-    corpus.settle()
+    settle(corpus)
     corpus.add(lambda: [np.arange(5, dtype=np.int32), np.arange(1, dtype=np.int32)])
-    corpus.settle()
+    settle(corpus)
     assert corpus.version.tokens.tolist() == [0, 1, 2, 3, 4, NO_TOKEN] and "were not taken in" in caplog.text
     corpus.close()
 
@@ -215,7 +221,7 @@ def test_a_device_without_room_for_a_version_is_survived(monkeypatch, caplog):
     monkeypatch.setattr(corpus_module, "GROWTH", 0)  # every version comes after a rest
     corpus = Corpus(1000, 8, torch.device("cpu"))
     corpus.add(lambda: [np.arange(5, dtype=np.int32)])
-    corpus.settle()
+    settle(corpus)
     for _ in range(1000):  # the thread says so a moment later
         if "none left" in caplog.text:
             break
@@ -223,7 +229,7 @@ def test_a_device_without_room_for_a_version_is_survived(monkeypatch, caplog):
     assert corpus.version is None and "none left" in caplog.text
     has_room = True
     corpus.add(lambda: [np.arange(3, dtype=np.int32)])
-    corpus.settle()
+    settle(corpus)
     assert corpus.version.tokens.tolist() == [0, 1, 2, 3, 4, NO_TOKEN, 0, 1, 2, NO_TOKEN]
     corpus.close()
 
@@ -235,6 +241,6 @@ def test_the_thread_has_a_stream_of_its_own(monkeypatch):
     )
     corpus = Corpus(100, 8, torch.device("cpu"))
     corpus.add(lambda: [np.arange(5, dtype=np.int32)])
-    corpus.settle()
+    settle(corpus)
     corpus.close()
     assert asked == [("crossspec-corpus", torch.device("cpu"))]

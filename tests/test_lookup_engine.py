@@ -3,6 +3,7 @@
 import copy
 import inspect
 import re
+import time
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -125,7 +126,8 @@ def settle(worker: Any) -> int:
     corpus = worker.model_runner.speculator.active.corpus
     if corpus is None:
         return 0
-    corpus.settle()
+    while corpus._waiting.unfinished_tasks or corpus._new:
+        time.sleep(0.001)
     return 0 if corpus.version is None else len(corpus.version.tokens)
 
 

@@ -9,8 +9,7 @@ from typing import Any
 def ray_connected() -> Iterator[Any]:
     """The module ``ray``, connected to a cluster. A connection made here ends with the block; one made before stays.
 
-    Raises:
-        ModuleNotFoundError: Ray is not installed.
+    Raises ModuleNotFoundError: Ray is not installed.
     """
     import ray
 

@@ -1,6 +1,5 @@
 """`crossspec demo`: methods beside plain generation, with a set of models. `crossspec pocket`: the pocket's configs."""
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ METHODS: dict[str, Config] = POCKET.methods
 
 `tree` is one of our keys: with it the drafter is our proposer, without it vLLM's own.
 """
-PAIR: dict[str, dict[str, Any]] = json.loads(sets.TABLE.read_text())["drafters"]["pair"]
+PAIR: dict[str, dict[str, Any]] = (METHODS["whiflash-neural"] or {})["drafters"]
 """Two drafters; which is better depends on the text."""
 
 PROOF = (

@@ -53,8 +53,8 @@ def read_table(file: Path) -> dict[str, Any]:
     return {"headline": table["headline"], "methods": table["methods"]}
 
 
-TABLE = Path(__file__).with_name("methods.json")
-POCKET = ModelSet(name="pocket", **read_table(TABLE), find=find_pocket, target=lambda: find_pocket() / "target")
+_TABLE = read_table(Path(__file__).with_name("methods.json"))
+POCKET = ModelSet(name="pocket", **_TABLE, find=find_pocket, target=lambda: find_pocket() / "target")
 
 
 def choose_set(name: str | None) -> ModelSet:

@@ -54,11 +54,7 @@ class EngineError(RuntimeError):
 
 @contextmanager
 def engine_process(
-    job_file: Path,
-    log_file: Path,
-    module: str | None = None,
-    cores: Sequence[int] = (),
-    variables: Mapping[str, str] | None = None,
+    job_file: Path, log_file: Path, module: str | None = None, cores: Sequence[int] = (), variables: Any = None
 ) -> Iterator[tuple[Process, Iterator[Event]]]:
     """The process and its events; on the way out the process and everything that it started are gone.
 
@@ -68,7 +64,7 @@ def engine_process(
         log_file: takes what the process prints.
         module: that the process runs, with the job's file and a descriptor for its events; None is the demo's.
         cores: that the process keeps to; none for all. Where the platform's engines compute on cores only.
-        variables: of its environment, beside those of this process.
+        variables: of its environment, by name, beside those of this process; None for none.
     """
     if problem := platform().problem():
         raise ValueError(problem)

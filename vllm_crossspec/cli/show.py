@@ -32,8 +32,8 @@ class Shown:
         if not self.num_tokens:
             return "no token yet"
         speed, a_round = self.num_tokens / self.seconds, (self.num_tokens - 1) / max(self.step - 1, 1)
-        is_other = self is not plain and plain.num_tokens
-        times = f", {speed / plain.num_tokens * plain.seconds:.2f} times plain" if is_other else ""
+        is_plain = self is plain or not plain.num_tokens
+        times = "" if is_plain else f", {speed / plain.num_tokens * plain.seconds:.2f} times plain"
         said = f"{counted(self.num_tokens, 'token')} in {self.seconds:.1f} s"
         return f"{said}, {speed:.1f} a second, {a_round:.2f} a round{times}"
 

@@ -4,26 +4,19 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from rich import progress as rich
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    SpinnerColumn,
-    TextColumn,
-    TimeElapsedColumn,
-)
 from rich.table import Table
 
 MINIMUM_WIDTH = 160
 """Columns that a table takes where the output is no terminal and rich would assume 80."""
 
 
-def bars(done: ProgressColumn | None = None) -> Progress:
+def bars(done: rich.ProgressColumn | None = None) -> rich.Progress:
     """Progress on stderr; ``done``: how a bar says how far it is; None says it in numbers."""
-    text, count = TextColumn("{task.description}"), done or MofNCompleteColumn()
-    return Progress(SpinnerColumn(), text, BarColumn(), count, TimeElapsedColumn(), console=Console(stderr=True))
+    text, count = rich.TextColumn("{task.description}"), done or rich.MofNCompleteColumn()
+    parts = (rich.SpinnerColumn(), text, rich.BarColumn(), count, rich.TimeElapsedColumn())
+    return rich.Progress(*parts, console=Console(stderr=True))
 
 
 def wide_console() -> Console:

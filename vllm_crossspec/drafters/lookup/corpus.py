@@ -93,11 +93,6 @@ class Corpus:
         with contextlib.suppress(queue.Full):
             self._waiting.put_nowait(read)
 
-    def settle(self) -> None:
-        """Wait until all outputs are published; for tests and the end of a measurement."""
-        while self._waiting.unfinished_tasks or self._new:
-            time.sleep(0.001)
-
     def close(self) -> None:
         """End the thread."""
         self._waiting.put(None)
