@@ -2,18 +2,17 @@
 
 from dataclasses import replace
 
+import engines
 import pytest
 import torch
 from tiny_training import DEPTH, DRAFT_MODEL, LOOP, VOCAB, frozen_target, load, random_rows
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
-from vllm import SamplingParams
 
 from crossspec_tools.train import draft_model
 from crossspec_tools.train.acceptance import measure
 from crossspec_tools.train.draft_model import build_draft_model
 from crossspec_tools.train.drafter_run import offline_acceptance
 from crossspec_tools.train.generations import Generation
-from vllm_crossspec.jobs.offline import start_engine
 
 
 @pytest.fixture
@@ -62,13 +61,10 @@ def test_an_engine_drafts_with_a_llama(tmp_path, responses, target_folder):
     prompts = [{"prompt_token_ids": row.prompt_ids} for row in random_rows(3)]
     found = []
     for given in (None, spec | {"tree": {"type": "chain"}}):
-        more = {} if given is None else {"speculative_config": given}
-        engine = {"model": str(tmp_path / "target"), "dtype": "float32", "max_model_len": 64, "max_num_seqs": 4}
-        llm = start_engine({**engine, **more})
-        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=16), use_tqdm=False)
-        found.append([list(output.outputs[0].token_ids) for output in outputs])
-    assert found[0] == found[1]
-    assert sum(s["drafts"] for s in llm.collective_rpc("crossspec_stats")[0].values()) > 0
+        with engines.engine(given, tmp_path / "target", max_model_len=64, max_num_seqs=4) as llm:
+            found.append(engines.generate(llm, prompts, max_tokens=16))
+            counts = None if given is None else engines.counts(llm)
+    assert found[0] == found[1] and counts.drafts > 0
 
 
 def test_with_all_layers_it_begins_as_the_target(target):
