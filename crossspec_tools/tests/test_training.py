@@ -28,7 +28,34 @@ from crossspec_tools.train import dflash, eagle3
 from crossspec_tools.train.dflash import train_dflash
 from crossspec_tools.train.eagle3 import Eagle3Drafter, train_eagle3
 from crossspec_tools.train.loop import LoopConfig, Trainer
+from crossspec_tools.train.muon import Float32Muon
 from crossspec_tools.train.recipes import ConfuConfig, DartConfig, DFlashConfig, DraftModelConfig, Eagle3Config
+
+
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
+def test_muon_in_float32_is_torchs(shape):
+    """Except for the rounding of bfloat16. Each resumes the other's state."""
+    generator = torch.Generator().manual_seed(1)
+    start, gradients = torch.randn(shape, generator=generator), torch.randn((4, *shape), generator=generator)
+    kinds = {
+        "own": (Float32Muon, Float32Muon),
+        "torch": (torch.optim.Muon,) * 2,
+        "changed": (Float32Muon, torch.optim.Muon),
+    }
+    found = {}
+    for name, (first, second) in kinds.items():
+        matrix = torch.nn.Parameter(start.clone())
+        optimizer = first([matrix], 0.02, 0.1, adjust_lr_fn="match_rms_adamw")
+        for step, gradient in enumerate(gradients):
+            if step == 2:
+                state, optimizer = optimizer.state_dict(), second([matrix], 0.02, 0.1, adjust_lr_fn="match_rms_adamw")
+                optimizer.load_state_dict(state)
+            matrix.grad = gradient.clone()
+            optimizer.step()
+        found[name] = matrix.detach() - start
+    for name in ("own", "changed"):
+        assert (found[name] - found["torch"]).norm() < 0.02 * found["torch"].norm()
+    assert (found["own"].T.flatten() - found["torch"].flatten()).norm() > 0.5 * found["torch"].norm(), "it can fail"
 
 
 @pytest.mark.parametrize("kind", TRAINERS)

@@ -15,8 +15,10 @@ from typing import Any, Literal
 
 import torch
 
+from crossspec_tools.train.muon import Float32Muon
 from crossspec_tools.train.progress import StepProgress, slow_hint
 from crossspec_tools.train.stopping import Stopped, StopSignals
+from vllm_crossspec.devices import has_avx512
 from vllm_crossspec.differences import differences
 from vllm_crossspec.files import replacing
 
@@ -70,9 +72,8 @@ def make_optimizers(model: torch.nn.Module, config: LoopConfig) -> list[torch.op
     groups: list[dict[str, Any]] = [{"params": rest}] if rest else []
     groups += [{"params": parameters, "scale": scale} for scale, parameters in scaled.items()]
     if matrices and config.optimizer == "muon":
-        optimizers.append(
-            torch.optim.Muon(matrices, lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw")
-        )
+        muon = Float32Muon if matrices[0].device.type == "cpu" and not has_avx512() else torch.optim.Muon
+        optimizers.append(muon(matrices, config.lr, config.weight_decay, adjust_lr_fn="match_rms_adamw"))
     elif matrices:
         groups.append({"params": matrices, "weight_decay": config.weight_decay})
     if groups:
