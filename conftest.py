@@ -85,8 +85,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if Path(item.path).stem.startswith(SLOW) or "hopper" in item.name:
             item.add_marker(pytest.mark.slow)
-        if "hopper" in item.name:
-            item.add_marker(pytest.mark.nightly(keep=1))
     if not config.getoption("--nightly") and not any("::" in argument for argument in config.args):
         later = _of_the_night(items)
         config.hook.pytest_deselected(items=[item for item in items if item in later])

@@ -142,6 +142,7 @@ def test_all_forms_by_turns_are_plains_text_and_no_row_is_verified_for_nothing(p
         assert stats[name]["accepted_tokens"] > 5, name
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_a_form_drafts_what_a_drafter_of_its_own_would(plain):
     """Beside its owner or alone, with one cache or its own: the same drafts, so the same acceptance."""

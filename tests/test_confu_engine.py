@@ -13,7 +13,7 @@ from engines import ASYNC, LARGE_STEPS, results
 pytestmark = pytest.mark.e2e
 
 
-@pytest.mark.nightly(keep=4)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("scenario", ["one", "eight", "chunked", "prefix", "seeded"])
 @pytest.mark.parametrize("name", ["confu", "confu-tree"])
 def test_text_is_plains(name, scenario):

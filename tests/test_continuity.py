@@ -343,6 +343,7 @@ def test_launches_and_nothing_else(stores, lookup_kernel, monkeypatch, reqs):
     assert set(operations) <= VIEWS | {"aten.expand.default"}
 
 
+@pytest.mark.nightly
 def test_kernels_compile_for_hopper(stores, tmp_path):
     """Every variant: levels, n-grams, stop tokens, the drafter's dtype and that of the contexts."""
     save = {name: getattr(stores[3], name) for name in ("offsets", "tokens", "codes")}

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.e2e
 DRAFTING = ["dart", "dart-tree", "dflash-continuity", "dflash, n-grams, best first"]
 
 
-@pytest.mark.nightly(keep=5)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("scenario", ["one", "eight", "chunked", "prefix"])
 @pytest.mark.parametrize("name", DRAFTING)
 def test_greedy_is_plain(name, scenario):

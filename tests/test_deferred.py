@@ -72,7 +72,7 @@ def llm(request, plain):
         yield running
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 def test_acceptance_is_as_if_every_token_had_been_taken_in_at_once(llm, plain):
     accepted = {}
     for how in ("deferred", "at once", "lost"):

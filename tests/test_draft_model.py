@@ -249,7 +249,7 @@ def results(noisy, tiny):
     return run
 
 
-@pytest.mark.nightly(keep=4)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.e2e
 @pytest.mark.parametrize("scenario", ["one", "eight", "chunked", "prefix"])
 @pytest.mark.parametrize("name", ["noisy", "tiny", "itself"])

@@ -12,7 +12,7 @@ SPECULATIVE = [
 ]  # fmt: skip
 
 
-@pytest.mark.nightly(keep=5)
+@pytest.mark.nightly(keep=3)
 @pytest.mark.parametrize("scenario", ["one", "eight", "chunked", "prefix"])
 @pytest.mark.parametrize("name", SPECULATIVE)
 def test_greedy_is_plain(name, scenario):

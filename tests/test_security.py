@@ -70,6 +70,7 @@ EXCEPTIONS = {
     ("vllm_crossspec/cli/server.py", "urllib.request.urlopen"): "the server that the user names, http or https",
     ("crossspec_tools/train/cli_drafters.py", "importlib.import_module"): "a module that a trainer of ours names",
     ("vllm_crossspec/kinds/checkpoint.py", "importlib.import_module"): "a module that a DrafterKind names",
+    ("vllm_crossspec/cli/models.py", "importlib.metadata.entry_points"): "sets of models of installed packages",
     ("vllm_crossspec/platform.py", "importlib.metadata.entry_points"): "platforms of installed packages",
     ("vllm_crossspec/vllm_api/check.py", "importlib.import_module"): "modules of vLLM in our inventory",
     ("vllm_crossspec/files.py", "import pickle"): "the name of the error by which torch refuses code",

@@ -101,6 +101,7 @@ def test_killed_with_requests_in_flight_and_started_again(questions, plain, monk
         assert ask(server.client(), questions[0]).choices[0].message.content == plain[0]
 
 
+@pytest.mark.nightly
 def test_requests_of_a_batch_go_different_ways(questions, plain):
     drafters = {"eagle3": {"model": str(engines.EAGLE3)}, "dflash": {"model": str(engines.DFLASH)}}
     spec = {"method": "whiflash", "drafters": drafters, "router": {"policy": "entropy", "threshold": 0.5}}

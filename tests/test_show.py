@@ -126,6 +126,7 @@ def test_an_answer_that_ends_within_the_drafts_has_no_token_of_the_targets_at_it
     assert told(monkeypatch, ["a", "bcd", "ef"], [0, 0, 1, 1]) == [("", "a"), ("bc", "d"), ("ef", "")]
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_engines_show_the_same_text_with_and_without_drafts(capsys):
     from vllm_crossspec.cli import demo
@@ -135,8 +136,8 @@ def test_engines_show_the_same_text_with_and_without_drafts(capsys):
     folder, sampling = models.POCKET.find(), {"temperature": 0.0, "max_tokens": 24}
     both = [demo.job_of(m, demo.METHODS[m], folder, prompts, sampling) for m in ("plain", "eagle3-tree")]
     plain, tree = show.show(both, prompts, 1)
-    assert plain.text.plain == tree.text.plain and plain.num_tokens == tree.num_tokens == 24
+    assert plain.text.plain == tree.text.plain and plain.num_tokens == tree.num_tokens > 16
     assert not plain.text.spans and tree.text.spans
-    assert plain.step == 24 and tree.step < 24
+    assert plain.step == plain.num_tokens > tree.step
     drafted = sum(span.end - span.start for span in tree.text.spans)
     assert 0 < drafted < len(tree.text.plain)

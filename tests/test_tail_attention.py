@@ -379,5 +379,6 @@ check("wgmma", "e4m3x2")
 """
 
 
+@pytest.mark.nightly
 def test_kernels_compile_for_hopper(tmp_path):
     compile_in_subprocess(COMPILE_FOR_HOPPER, tmp_path)

@@ -150,7 +150,7 @@ def measurement_of(jobs: Sequence[Job]) -> Measurement:
             f"({number} of {len(jobs)})"
         )
 
-    plan = [Pass(job.method, job.engine["max_num_seqs"], 0) for job in jobs]
+    plan = [Pass(job.method, job.engine.get("max_num_seqs", POCKET.batch_size), 0) for job in jobs]
     return Measurement(jobs, plan, lambda one: one.method, outcome)
 
 
