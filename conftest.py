@@ -12,11 +12,13 @@ WORKERS = 2
 """Processes that `make test` runs tests in: an engine or server each, of up to 3 GiB."""
 LONGEST = (
     "test_server", "test_walkthrough", "test_soak", "test_tensor_parallel", "test_data_parallel",
-    "test_flashhead_engine", "test_benchmarks", "test_records", "test_batch", "test_draft_model", "test_flashhead",
-    "test_confu_engine", "test_cpu_lane", "test_whiflash", "test_trees", "test_continuity", "test_dart",
-    "test_inflate", "test_tail_attention", "test_lossless", "test_compiled_kernels", "test_bench", "test_cli",
+    "test_flashhead_engine", "test_sliding_engine", "test_swap", "test_training_data", "test_tail_attention",
+    "test_benchmarks", "test_records", "test_batch", "test_confu_engine", "test_draft_model", "test_tree_attention",
+    "test_draft_model_trees", "test_verify_kernels", "test_training_states", "test_flashhead", "test_cpu_lane",
+    "test_trees", "test_ngram", "test_whiflash", "test_cli", "test_lookup_engine", "test_continuity", "test_dart",
+    "test_bfloat16", "test_fp8_engine", "test_inflate", "test_lossless", "test_compiled_kernels", "test_bench",
     "test_run_batch", "test_cpu_compiler_tensors", "test_random_kernels", "test_confu_futures",
-    "test_training_confu_runs", "test_fp8_engine",
+    "test_training_confu_runs",
 )  # fmt: skip
 """Files that take about twenty seconds or more, the longest first: none of them may be what a worker begins last."""
 
