@@ -180,6 +180,7 @@ def take_logits(worker: Any) -> list[torch.Tensor]:
     return worker.logits
 
 
+@pytest.mark.nightly
 def test_ordinary_rows_have_the_same_logits_with_and_without_contemplate_rows(plain_texts, monkeypatch):
     """In float32, to the bit: prompts of several lengths, trees with rejected and accepted nodes."""
     # In one process all prompts are there before the first step, so that both engines take the same steps.

@@ -14,13 +14,14 @@ pytestmark = pytest.mark.e2e
 DRAFTING = ["dart", "dart-tree", "dflash-continuity", "dflash, n-grams, best first"]
 
 
-@pytest.mark.nightly(keep=3)
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("scenario", ["one", "eight", "chunked", "prefix"])
 @pytest.mark.parametrize("name", DRAFTING)
 def test_greedy_is_plain(name, scenario):
     assert results(name).tokens[scenario] == results("plain").tokens[scenario]
 
 
+@pytest.mark.nightly(keep=2)
 @pytest.mark.parametrize("name", DRAFTING)
 def test_seeded_text_is_plains_token_for_token(name):
     tokens = results(name).tokens

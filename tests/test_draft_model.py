@@ -249,7 +249,7 @@ def results(noisy, tiny):
     return run
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.e2e
 @pytest.mark.parametrize("scenario", ["one", "eight", "chunked", "prefix"])
 @pytest.mark.parametrize("name", ["noisy", "tiny", "itself"])
@@ -435,6 +435,7 @@ def test_a_round_is_as_many_forwards_as_drafts(llm):
     assert len(rounds) > 3 and all(r == [2] + [1] * (DRAFTS - 1) for r in rounds)
 
 
+@pytest.mark.nightly
 @pytest.mark.e2e
 def test_the_end_of_the_models_positions(noisy):
     """Up to the longest text that is allowed, where drafts would be beyond it; and that text is plain's."""

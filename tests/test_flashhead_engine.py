@@ -141,6 +141,7 @@ def test_shuffled_clusters_are_slow_and_never_wrong(named, plain):
     assert broken.accepted[0] < 0.7 * whole.accepted[0] and broken.accepted[1] < 0.7 * whole.accepted[1]
 
 
+@pytest.mark.nightly
 def test_noise_of_another_position_costs_sampled_drafts_only(named, plain):
     """What couples a head's candidates is the target's own noise."""
     _, llm = named

@@ -208,6 +208,7 @@ def test_offsets_that_lead_astray_stay_inside(tmp_path):
         assert not out.isnan().any()
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_kernel_compiles_for_a_gpu(tmp_path):
     """It runs interpreted above; here Triton's compiler has to take every variant."""

@@ -186,6 +186,7 @@ def test_where_the_server_ends_an_engine_is_started(forked, monkeypatch, tmp_pat
         assert isinstance(process, subprocess.Popen) and len(list(events)) == 1
 
 
+@pytest.mark.nightly
 def test_what_cannot_be_imported_does_not_end_the_server(tmp_path):
     (tmp_path / "needs_a_library.py").write_text("raise OSError('libfoo.so: cannot open shared object file')")
     source = Path(forks.__file__).with_name("preload.py")

@@ -399,5 +399,6 @@ assert {name: len(codes) for name, codes in compiled.items()} == before, "compil
 """
 
 
+@pytest.mark.nightly
 def test_kernels_compile_for_hopper_all_at_start_up(tmp_path):
     compile_in_subprocess(COMPILE_FOR_HOPPER, tmp_path)

@@ -350,5 +350,6 @@ assert set(compiled) == {
 """
 
 
+@pytest.mark.nightly
 def test_kernels_compile_for_hopper(tmp_path):
     compile_in_subprocess(COMPILE_FOR_HOPPER, tmp_path)

@@ -163,7 +163,7 @@ def test_caches_are_those_of_always_active_drafters(case):
     assert compared > 10_000 and switches > 20 and counts.prefix_hits > 0 and preempted > 0
 
 
-@pytest.mark.nightly(keep=2)
+@pytest.mark.nightly(keep=1)
 @pytest.mark.parametrize("broken", [shadow.forget_a_catch_up, shadow.never_flush])
 def test_the_comparison_sees(broken):
     with _engine(spec(policy="entropy")) as llm:

@@ -1,7 +1,7 @@
 """Muon in float32, for processors that do not multiply bfloat16.
 
 torch's Muon orthogonalizes in bfloat16. Where a processor has no such products that is most of a step's time: 28 of 32
-seconds on an EPYC with AVX2, for the matrices of a drafter of width 576. The update is the same but for rounding.
+seconds on an EPYC with AVX2, for the matrices of a drafter of width 576. The update is the same except for rounding.
 """
 
 from typing import Any
