@@ -28,6 +28,7 @@ from crossspec_tools.train.confu import ConfuDrafter, Mixture, confu_loss, conte
 from crossspec_tools.train.generations import Batch, collate, sample_anchors
 from crossspec_tools.train.loop import make_optimizers
 from crossspec_tools.train.recipes import CONFU_PAPER
+from crossspec_tools.train.states import States
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 
 # The form without compilation is meant to be slow.
@@ -313,7 +314,7 @@ def by_hand(target, model, batch, config, seed):
             for place in range(anchor, anchor + config.replicas + 1):
                 if not real[row, column] or place + 1 >= end or (place != anchor and place in own):
                     continue
-                alone = type(states)(*(x[row : row + 1] for x in states))
+                alone = States(states.taps[row : row + 1], states.last[row : row + 1])
                 at = torch.tensor([[place]])
                 entry = model.future_entries(alone, future, at if config.replicas_choose else torch.tensor([[anchor]]))
                 more = {"last_entry": entry, "skip": model.future_skip(future)}
