@@ -399,8 +399,8 @@ class Flight:
             for name, one in state.items():
                 if one["status"] == "passed" and one["commit"] == self.commit and name not in self.state:
                     self.state[name] = one
-                    if f"{name}.json" in members:
-                        tar.extract(f"{name}.json", self.out, filter="data")
+                    if (file := members.get(f"{name}.json")) and (document := tar.extractfile(file)):
+                        (self.out / Path(file.name).name).write_bytes(document.read())
 
     def is_flown(self, name: str) -> bool:
         """Whether a slot has passed at this commit."""
