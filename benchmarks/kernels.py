@@ -93,7 +93,7 @@ def all_cases(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], Ite
 
 
 def measure(options: argparse.Namespace, has_gpu: bool, is_real: bool) -> list[dict[str, Any]]:
-    """All rows; ``agrees`` is None without a truth, and if kernels compute nothing."""
+    """All rows; ``agrees`` is None without a truth, or if kernels only count."""
     rows = []
     for about, cases in all_cases(options):
         medians: dict[str, float] = {}

@@ -41,7 +41,7 @@ def name(form: Softmax) -> str:
 
 
 def wrong_forms(form: Softmax, longest: int) -> list[Softmax]:
-    """The same but for one thing that shows within so many tokens: what gets it wrong would compute one of these."""
+    """Wrong variants of a batch, each with one difference that shows within so many tokens."""
     found = [form._replace(window=form.window + i) for i in (1, -1)] if 1 < form.window < longest - 1 else []
     found += [form._replace(window=2)] if form.window == 1 else []
     if form.sinks is not None:

@@ -217,7 +217,7 @@ def answer_or_refusal(llm: Any, texts: list[Any], **sampling: Any) -> Any:
 
 
 def run_broken(llm: Any, how: Callable[[Any], None], run: Callable[[Any], T]) -> tuple[T, float]:
-    """What ``run`` makes of an engine with one part broken, which is mended then; and accepted tokens a draft."""
+    """Break one part, run, restore it. Returns the result of ``run`` and accepted tokens a draft."""
     llm.collective_rpc(how)
     before = counts(llm)
     try:

@@ -130,7 +130,7 @@ def test_states_go_to_their_positions():
 
 
 def store(folder: Path, target_folder: Path, layers, dtype: torch.dtype, shift: int = 0) -> None:
-    """What `train generate --states` would have stored, by transformers; ``shift``: of which row before its own."""
+    """What `train generate --states` would have stored, by transformers; ``shift`` takes those of an earlier row."""
     target = frozen_target(target_folder, layers)
     wanted = Wanted(tuple(layers), identify(str(target_folder), "--target"))
     for file in folder.glob("*.jsonl.gz"):
