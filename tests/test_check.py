@@ -6,7 +6,6 @@ import json
 import subprocess
 import sys
 import threading
-import tomllib
 from pathlib import Path
 from typing import get_args
 
@@ -205,11 +204,22 @@ def test_what_a_command_line_does_not_tell_whole_is_left_to_the_engine(monkeypat
     plugin.check_early()
 
 
-def test_vllm_calls_the_early_check():
-    project = tomllib.loads((CONFIGS.parent / "pyproject.toml").read_text())["project"]
-    points = project["entry-points"]["vllm.platform_plugins"]
-    assert points == {"crossspec": f"{plugin.__name__}:{plugin.check_early.__name__}"}
-    assert plugin.check_early() is None, "it is no platform"
+def test_vllms_command_that_leaves_the_plugin_out_is_left_alone(monkeypatch):
+    as_vllm(monkeypatch, "serve", "x/y", "--speculative-config", json.dumps(WRONG["key"][0]))
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    plugin.check_early()
+    monkeypatch.setenv("VLLM_PLUGINS", "other,crossspec")
+    with pytest.raises(SystemExit):
+        plugin.check_early()
+
+
+def test_a_wrong_key_ends_vllms_command_before_vllm_is_imported():
+    program = Path(sys.executable).with_name("vllm")
+    words = [program, "serve", "x/y", "--speculative-config", json.dumps(WRONG["key"][0])]
+    run = subprocess.run([sys.executable, "-X", "importtime", *words], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 1 and WRONG["key"][1] in run.stderr
+    imported = {line.rpartition("|")[2].strip() for line in run.stderr.splitlines() if line.startswith("import time:")}
+    assert "vllm_crossspec.frontend.precheck" in imported and "torch._inductor" not in imported
 
 
 # ---- names of models

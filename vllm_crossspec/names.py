@@ -4,6 +4,7 @@ import difflib
 from collections.abc import Collection, Mapping
 from typing import TypeVar
 
+PLUGIN = "crossspec"  # as vLLM knows it
 DEBUG_VARIABLE = "CROSSSPEC_DEBUG"
 """Environment variable that shows the traceback of a user's mistake."""
 

@@ -13,10 +13,7 @@ def register() -> None:
 
 
 def check_early() -> None:
-    """Check the command line and return no platform.
-
-    vLLM calls the group ``vllm.platform_plugins`` halfway through its own imports.
-    """
+    """Check the command line; torch calls the group ``torch.backends`` at the end of its import, early in vLLM's."""
     from vllm_crossspec.frontend.command_line import check_command_line
 
     check_command_line()

@@ -20,11 +20,12 @@ from vllm_crossspec.cli.demo import METHODS
 from vllm_crossspec.cli.meta import GIB, available_gib, installed
 from vllm_crossspec.cli.models import folders_of, holds_model
 from vllm_crossspec.cli.options import write_json
-from vllm_crossspec.names import counted
+from vllm_crossspec.frontend.command_line import is_switched_off
+from vllm_crossspec.names import PLUGIN, counted
 from vllm_crossspec.platform import platform as engine_platform
 from vllm_crossspec.pocket_models import INSTALL, find_pocket
 
-PLUGIN, PLUGIN_GROUP = "crossspec", "vllm.general_plugins"
+PLUGIN_GROUP = "vllm.general_plugins"
 CPU_LANE = "crossspec-cpu-lane"
 CUDA_EXTRAS = ("torchvision", "torchaudio", "torchcodec")
 MINIMUM_MEMORY_GIB = 4.0
@@ -185,10 +186,9 @@ def check_plugin() -> list[Check]:
     if not metadata.entry_points(group=PLUGIN_GROUP, name=PLUGIN):
         fix = "run `pip install -e .`: vLLM finds plugins by their package's entry points"
         return [Check("plugin", FAIL, "not registered", fix)]
-    listed = os.environ.get("VLLM_PLUGINS")
-    if listed is not None and PLUGIN not in listed.split(","):
+    if is_switched_off():
         fix = f"add {PLUGIN} to VLLM_PLUGINS, or unset it"
-        return [Check("plugin", FAIL, f"VLLM_PLUGINS={listed} leaves it out", fix)]
+        return [Check("plugin", FAIL, f"VLLM_PLUGINS={os.environ['VLLM_PLUGINS']} leaves it out", fix)]
     return [Check("plugin", OK, f"registered in {PLUGIN_GROUP}")]
 
 
