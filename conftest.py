@@ -2,7 +2,9 @@
 
 import json
 import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +124,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell has what runs in its background ignore the signal, and so would all that tests start.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if config.getoption("--shadow-interpreter") is not None:
         from compared import Recorder
 
@@ -152,31 +157,38 @@ def _folder_of_the_session(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["CROSSSPEC_TEST_SESSION"] = str(folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder)
 
 
+def _made_once(name: str, write: Callable[[Path], None]) -> Path:
+    """A folder that the workers of a session share: the one that asks first fills it."""
+    import engines
+
+    def make() -> Path:
+        folder = Path(os.environ["CROSSSPEC_TEST_SESSION"], name)
+        folder.mkdir()
+        write(folder)
+        return folder
+
+    return engines.kept(f"folder {name}", make)
+
+
 @pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def data() -> Path:
     """Text of the tests of training."""
     import tiny_training
 
-    folder = tmp_path_factory.mktemp("text")
-    tiny_training.write_text(folder)
-    return folder
+    return _made_once("text", tiny_training.write_text)
 
 
 @pytest.fixture(scope="session")
-def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def target_folder() -> Path:
     """A tiny random target of the tests of training."""
     import tiny_training
 
-    folder = tmp_path_factory.mktemp("target")
-    tiny_training.write_target(folder)
-    return folder
+    return _made_once("target", tiny_training.write_target)
 
 
 @pytest.fixture(scope="session")
-def responses(tmp_path_factory: pytest.TempPathFactory, data: Path, target_folder: Path) -> Path:
+def responses(data: Path, target_folder: Path) -> Path:
     """That target's answers to that text."""
     import tiny_training
 
-    folder = tmp_path_factory.mktemp("responses")
-    tiny_training.write_responses(folder, data, target_folder)
-    return folder
+    return _made_once("responses", lambda folder: tiny_training.write_responses(folder, data, target_folder))

@@ -195,6 +195,13 @@ def test_a_dflash_run_with_another_decay_is_another_run(tmp_path, responses, tar
         train_dflash(responses, target_folder, tmp_path, replace(DFLASH, decay=7.0), LoopConfig(steps=2))
 
 
+def test_dflash_masks_with_the_token_that_is_named(tmp_path, responses, target_folder):
+    train_dflash(responses, target_folder, tmp_path, replace(DFLASH, mask_token="<|endoftext|>"), LoopConfig(steps=1))
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["dflash_config"]["mask_token_id"] == 0
+    with pytest.raises(ValueError, match="--mask-token <none>: the target's tokenizer has no such token"):
+        train_dflash(responses, target_folder, tmp_path, replace(DFLASH, mask_token="<none>"), LoopConfig(steps=1))
+
+
 def test_eagle3_checkpoint_is_safeailabs_format(tmp_path, responses, target_folder):
     train_eagle3(responses, target_folder, tmp_path, EAGLE3, LoopConfig(steps=1))
     config = check_entry_drafter(tmp_path / "model")

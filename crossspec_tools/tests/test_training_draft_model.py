@@ -76,6 +76,17 @@ def test_with_all_layers_it_begins_as_the_target(target):
         assert (fewer(input_ids=tokens).logits - target.model(input_ids=tokens).logits).abs().max() > 0.1
 
 
+@pytest.mark.parametrize("trains_embedding", [True, False])
+def test_the_targets_embedding_stays_if_asked(tmp_path, responses, target_folder, target, trains_embedding):
+    config, loop = replace(DRAFT_MODEL, trains_embedding=trains_embedding), replace(LOOP, steps=3)
+    draft_model.train_draft_model(responses, target_folder, tmp_path, config, loop)
+    tensors = load(tmp_path / "model")[1]
+    embedding = tensors["model.embed_tokens.weight"]
+    assert torch.equal(embedding, target.head.bfloat16()) is not trains_embedding
+    begun = build_draft_model(config, target, seed=0).state_dict()["model.layers.0.mlp.up_proj.weight"]
+    assert not torch.equal(tensors["model.layers.0.mlp.up_proj.weight"], begun.bfloat16())
+
+
 def test_the_heaviest_neurons_stay(target):
     with torch.no_grad():
         target.model.model.layers[0].mlp.down_proj.weight[:, 5] *= 100

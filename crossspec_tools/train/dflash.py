@@ -20,7 +20,6 @@ from transformers import AutoTokenizer
 from crossspec_tools.devices import choose_device
 from crossspec_tools.train import blocks
 from crossspec_tools.train.blocks import Attention, Drafter, RMSNorm, Shape, draft_attention, write_drafter
-from crossspec_tools.train.data import MASK
 from crossspec_tools.train.drafter_run import Run, Trainee, open_target, read_responses, train_drafter
 from crossspec_tools.train.generations import Batch, sample_anchors
 from crossspec_tools.train.loop import LoopConfig
@@ -161,7 +160,7 @@ def read_start(config: DFlashConfig, target: Any, mask_id: int) -> Start:
         raise ValueError(f"{start.name} has layers of {sliding[0]}; {start.remedy}")
     if start.facts.mask_token_id != mask_id:
         mask = f"token {start.facts.mask_token_id} as its mask"
-        raise ValueError(f"{start.name} has {mask}, but the target's {MASK} is {mask_id}; {start.remedy}")
+        raise ValueError(f"{start.name} has {mask}, but --mask-token {config.mask_token} is {mask_id}; {start.remedy}")
     ids = target_layer_ids(target.num_hidden_layers, config.num_target_layers)
     taps = [i - 1 for i in start.facts.target_layers]  # as config.json counts: one lower than vLLM
     inner, layers = start.intermediate_size, num_layers(start)
@@ -204,9 +203,11 @@ def train_dflash(
     """Train on the generations in ``data`` and write ``out/model``; see :func:`drafter_run.train_drafter`."""
     place = choose_device(device)
     settings = target_settings(target_folder)
-    mask_id = AutoTokenizer.from_pretrained(target_folder, trust_remote_code=False).get_vocab().get(MASK)
+    mask_id = AutoTokenizer.from_pretrained(target_folder, trust_remote_code=False).get_vocab().get(config.mask_token)
     if mask_id is None:
-        raise ValueError(f"--target {target_folder}: its tokenizer has no {MASK} token, which DFlash needs")
+        raise ValueError(
+            f"--mask-token {config.mask_token}: the target's tokenizer has no such token; give one that no text has"
+        )
     ids = target_layer_ids(settings.num_hidden_layers, config.num_target_layers)
     start = read_start(config, settings, mask_id) if config.start else None
     model = DFlashDrafter(config, settings, loop.seed)

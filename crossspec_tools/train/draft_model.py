@@ -48,7 +48,8 @@ def build_draft_model(config: DraftModelConfig, target: FrozenTarget, seed: int)
         settings.layer_types = [types[index] for index in chosen]
     model: PreTrainedModel = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
     with torch.no_grad():
-        model.get_input_embeddings().weight.copy_(target.head)
+        embedding = model.get_input_embeddings().weight
+        embedding.copy_(target.head).requires_grad_(config.trains_embedding)
         model.model.norm.load_state_dict(target.model.model.norm.state_dict())
         for layer, index in zip(model.model.layers, chosen, strict=True):
             _begin_as(layer, target.model.model.layers[index])

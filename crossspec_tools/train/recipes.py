@@ -161,6 +161,9 @@ class DFlashConfig(Recipe):
     num_target_layers: Annotated[
         int, Option("--target-layers", min=1, help="Layers of the target that it reads; 5, or --start's.")
     ] = unless_given(5)
+    mask_token: Annotated[
+        str, Option(metavar="<token>", help="Stands where a draft is not known yet: a token that no text has.")
+    ] = "<|mask|>"
     decay: Annotated[float, Option(min=0.1, help="Draft i weighs exp(-(i - 1) / decay) in the loss.")] = 4.0
     anchors_per_row: Annotated[int, Option("--anchors", min=1, help="Blocks of one response in one step.")] = 24
 
@@ -222,6 +225,10 @@ class DraftModelConfig(Recipe):
         int, Option("--layers", min=1, help="Decoder layers; they begin as layers of the target.")
     ] = 2
     intermediate_size: Annotated[int, Option(min=1, help="Width of its MLPs.")] = 576
+    trains_embedding: Annotated[
+        bool,
+        Option("--own-embedding/--target-embedding", help="Train embedding and output layer, or keep the target's."),
+    ] = True
     num_drafts: int = 7  # tokens of a draft with which the held-out acceptance is measured
 
 

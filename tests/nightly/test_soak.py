@@ -1,7 +1,7 @@
 """A router's arms under `vllm serve` with every kind of request at once: right answers, no lost blocks, no growing
 memory. Two drafters with caches, a form of one, a lookup that keeps answers, and nothing.
 
-CROSSSPEC_SOAK_SECONDS says for how long (40 by default), or CROSSSPEC_SOAK_REQUESTS how many requests;
+CROSSSPEC_SOAK_SECONDS says for how long (24 by default), or CROSSSPEC_SOAK_REQUESTS how many requests;
 CROSSSPEC_SOAK_CONCURRENCY how many at once (16 by default). CROSSSPEC_SOAK_FILE is a JSON file for what was seen.
 """
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.e2e
 
 REQUESTS = int(os.environ.get("CROSSSPEC_SOAK_REQUESTS", "0"))
 PROMPTS = 40 if REQUESTS else 4
-SECONDS = float(os.environ.get("CROSSSPEC_SOAK_SECONDS", "40"))
+SECONDS = float(os.environ.get("CROSSSPEC_SOAK_SECONDS", "24"))
 CONCURRENCY = int(os.environ.get("CROSSSPEC_SOAK_CONCURRENCY", "16"))
 KINDS = [
     {"temperature": 0.0},

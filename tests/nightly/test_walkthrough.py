@@ -146,7 +146,7 @@ NOWHERE = {
 }
 """Patterns of commands that no test runs, and why. A benchmark's own parser takes their options and values."""
 
-SUITE = re.compile(r"make quick|make (test|nightly) ARGS=|pytest (\S+ )?-m")
+SUITE = re.compile(r"make quick|make (test|nightly) ARGS=|pytest (\S+ )?-m|pytest tests/")
 """Commands that run a part of the tests."""
 
 
