@@ -278,8 +278,9 @@ def test_a_part_of_the_tests_is_one(text):
 def unselected(text: str) -> str | None:
     """Why a command that runs a part of the tests would run none."""
     words = shlex.split(text) if text.startswith("pytest") else shlex.split(recipe(text))
-    markers = shlex.split(words[words.index("-m", 3) + 1]) if "-m" in words[3:] else []
-    markers += [words[words.index("-m") + 1]] if text.startswith("pytest") else []
+    # A recipe begins with `python -m pytest`.
+    options = words if text.startswith("pytest") else words[3:]
+    markers = shlex.split(options[options.index("-m") + 1]) if "-m" in options else []
     given = [word.removesuffix("/") for word in words if re.match(r"(\w+/)*tests(/|$)", word)] or ["tests"]
     files = [file for word in given for file in sorted(ROOT.glob(word if "." in word else f"{word}/test_*.py"))]
     sources = [file.read_text() for file in files]
