@@ -213,6 +213,16 @@ def test_vllms_command_that_leaves_the_plugin_out_is_left_alone(monkeypatch):
         plugin.check_early()
 
 
+def test_the_early_check_stops_no_import_of_torch(monkeypatch):
+    """torch would end with an error of its own where the check raises one."""
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", None)
+    monkeypatch.setattr(sys, "argv", [])  # of a program that embeds Python
+    plugin.check_early()
+    as_vllm(monkeypatch, "serve", "nonexist", "-sc", json.dumps(EAGLE3))
+    monkeypatch.setattr(precheck, "check_folders", lambda *_: (_ for _ in ()).throw(PermissionError("no")))
+    plugin.check_early()
+
+
 def test_a_wrong_key_ends_vllms_command_before_vllm_is_imported():
     program = Path(sys.executable).with_name("vllm")
     words = [program, "serve", "x/y", "--speculative-config", json.dumps(WRONG["key"][0])]

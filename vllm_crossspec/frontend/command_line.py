@@ -19,10 +19,8 @@ READ_ELSEWHERE = ("--config-format", "--load-format", "--hf-config-path", "--hf-
 
 
 def check_command_line() -> None:
-    """End one of vLLM's own commands with a sentence where its speculative config is ours and wrong.
-
-    Two thirds of vLLM's imports come after this. The engine checks again, with options from files.
-    """
+    """End vLLM's own command with a sentence where its config is ours and wrong, before most of vLLM's imports."""
+    # What cannot be read here, as options in a file, is left to the engine's own check, which sees all of it.
     is_read = multiprocessing.parent_process() is None and runs_vllms_command() and not is_switched_off()
     if not is_read or (given := read(sys.argv[1:])) is None:
         return
@@ -30,8 +28,9 @@ def check_command_line() -> None:
     from vllm_crossspec.frontend import precheck
 
     try:
-        if settings := precheck.parse(spec):
-            precheck.check_folders(settings, model)
+        with contextlib.suppress(OSError):
+            if settings := precheck.parse(spec):
+                precheck.check_folders(settings, model)
     except ValueError as problem:
         if os.environ.get(DEBUG_VARIABLE):
             raise
@@ -91,4 +90,4 @@ def is_switched_off() -> bool:
 def runs_vllms_command() -> bool:
     """Whether this process was started as `vllm ...` or `python -m vllm....`."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)
-    return Path(sys.argv[0]).stem == "vllm" if spec is None else spec.name.split(".")[0] == "vllm"
+    return Path(*sys.argv[:1]).stem == "vllm" if spec is None else spec.name.split(".")[0] == "vllm"
