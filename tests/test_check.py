@@ -219,8 +219,15 @@ def test_the_early_check_stops_no_import_of_torch(monkeypatch):
     monkeypatch.setattr(sys, "argv", [])  # of a program that embeds Python
     plugin.check_early()
     as_vllm(monkeypatch, "serve", "nonexist", "-sc", json.dumps(EAGLE3))
-    monkeypatch.setattr(precheck, "check_folders", lambda *_: (_ for _ in ()).throw(PermissionError("no")))
+    looked = []
+
+    def unreadable(*about):
+        looked.append(about)
+        raise PermissionError("no")
+
+    monkeypatch.setattr(precheck, "check_folders", unreadable)
     plugin.check_early()
+    assert len(looked) == 1
 
 
 def test_a_wrong_key_ends_vllms_command_before_vllm_is_imported():

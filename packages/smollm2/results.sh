@@ -20,7 +20,8 @@ spec() { # NAME CONFIG
     specs+=(--spec "$out/specs/$1.json")
 }
 for method in ${methods//,/ }; do
-    spec "$method" "$(crossspec smollm2 "$method")"
+    config=$(crossspec smollm2 "$method") # of its own line, so that a missing drafter ends this
+    spec "$method" "$config"
 done
 native() { # NAME FOLDER: the same drafter as vLLM's own chain
     local model=$here/vllm_crossspec_smollm2/$2
