@@ -25,8 +25,6 @@ from vllm_crossspec.pocket_models import find_pocket
 
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from crossspec_tools.records.cart import BinReport
-    from crossspec_tools.records.rounds import Rounds
-    from vllm_crossspec.cli.runner import Prompt
     from vllm_crossspec.heterospec.calibration import Calibration
 
 ROUNDS = Work("calibrate heterospec", "crossspec_tools.records.job_rounds", "rounds")
@@ -147,30 +145,32 @@ def heterospec(
         job = make_job(records, answers.model, speculative, engine, batch_size)
         sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": answers.max_tokens}
         sampling |= {"seed": answers.seed} if temperature > 0 else {}
-        job |= {"sampling": sampling, "command": _command(answers, spec, sampling)}
-        job |= {"seed": answers.seed, "max_prompt_tokens": answers.max_prompt_tokens}
-        _collect(job, interleaved(answers.prompts, answers.limit), answers.shard_prompts, engines)
-    calibration, rounds = _fit(records, alpha, reading, leaf_share)
-    from crossspec_tools.records.cart import report
+        job |= {"sampling": sampling, "max_prompt_tokens": answers.max_prompt_tokens}
+        prompts, size = interleaved(answers.prompts, answers.limit), answers.shard_prompts
+        facts = {"seed": answers.seed, "command": _command(answers, spec, sampling), "speculative_config": speculative}
+        from crossspec_tools.records.rounds import INDEX_FILE
+        from crossspec_tools.train.records import claim
+
+        claim(records, {**describe(job, prompts, size), **facts}, INDEX_FILE, "the folder")
+        run_missing(ROUNDS, job, make_shards(prompts, size), answers.max_tokens, engines)
+    from crossspec_tools.records.cart import calibrate, report
+    from crossspec_tools.records.rounds import INDEX_FILE, read_rounds
     from vllm_crossspec.heterospec.calibration import write_calibration
 
+    rounds, collected = read_rounds(records), json.loads((records / INDEX_FILE).read_text())
+    about = {key: collected[key] for key in ("command", "sampling", "seed", "prompts")}
+    about["texts"] = len(rounds.categories)
+    calibration = calibrate(rounds, alpha, reading=reading, leaf_share=leaf_share, **about)
     write_calibration(out, calibration)
-    rows = report(rounds, calibration)
-    wide_console().print(table(rows, calibration))
+    wide_console().print(table(report(rounds, calibration), calibration))
     if picture:
         from crossspec_tools.train.pictures import draw_bins
 
         draw_bins(rounds, calibration, out.with_suffix(".png"))
-    typer.echo(f"calibration in {out}; serve it with\n{json.dumps(_served(records, out))}")
-
-
-def _served(records: Path, out: Path) -> dict[str, Any]:
-    """The speculative config whose trees were recorded, with the calibration in place of the recording."""
-    from crossspec_tools.records.rounds import INDEX_FILE
-
-    config: dict[str, Any] = json.loads((records / INDEX_FILE).read_text())["speculative_config"]
-    tree = {key: value for key, value in config["tree"].items() if key != "by_batch_size"}
-    return {**config, "tree": tree, "adaptive": str(out)}
+    # The config whose trees were recorded, with the calibration in place of the recording.
+    config = {**collected["speculative_config"], "adaptive": str(out)}
+    config["tree"] = {key: value for key, value in config["tree"].items() if key != "by_batch_size"}
+    typer.echo(f"calibration in {out}; serve it with\n{json.dumps(config)}")
 
 
 def _speculative(spec: str | None) -> dict[str, Any]:
@@ -214,30 +214,6 @@ def _command(answers: options.Answers, spec: str | None, sampling: dict[str, Any
     for name, value in sampling.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(words)
-
-
-def _collect(job: dict[str, Any], prompts: list["Prompt"], shard_prompts: int, engines: int) -> None:
-    """Let the engine write the shards that are missing."""
-    from crossspec_tools.records.rounds import INDEX_FILE
-    from crossspec_tools.train.records import claim
-
-    facts = {name: job[name] for name in ("seed", "command")}
-    facts["speculative_config"] = job["engine"]["speculative_config"]
-    claim(Path(job["out"]), {**describe(job, prompts, shard_prompts), **facts}, INDEX_FILE, "the folder")
-    shards, max_tokens = make_shards(prompts, shard_prompts), job["sampling"]["max_tokens"]
-    run_missing(ROUNDS, job, shards, max_tokens, engines)
-
-
-def _fit(records: Path, alpha: int | None, reading: Reading, leaf_share: float) -> tuple["Calibration", "Rounds"]:
-    """The calibration of what a folder holds; it says how that was collected."""
-    from crossspec_tools.records.cart import calibrate
-    from crossspec_tools.records.rounds import INDEX_FILE, read_rounds
-
-    rounds = read_rounds(records)
-    collected = json.loads((records / INDEX_FILE).read_text())
-    about = {key: collected[key] for key in ("command", "sampling", "seed", "prompts")}
-    about["texts"] = len(rounds.categories)
-    return calibrate(rounds, alpha, reading=reading, leaf_share=leaf_share, **about), rounds
 
 
 def table(rows: list["BinReport"], calibration: "Calibration") -> Table:

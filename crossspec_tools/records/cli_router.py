@@ -282,21 +282,19 @@ def round_costs(flags: CostOptions, drafters: Sequence[str]) -> "RoundCosts | No
     """The costs that the flags give; None where they give none. Raises ValueError."""
     from vllm_crossspec.load.costs import parse_costs, read_costs
 
-    wanted = len(drafters)
-    if flags.costs is None and flags.seconds is None:
+    if flags.costs is not None and flags.seconds is not None:
+        raise ValueError("--costs and --seconds exclude each other: give one of them")
+    if flags.costs is not None:
+        return read_costs(flags.costs, drafters, "--costs")
+    if flags.seconds is None:
         if flags.switch_seconds is not None:
             raise ValueError("--switch-seconds needs --seconds, the seconds of a round with each drafter")
         return None
-    if flags.costs is not None and flags.seconds is not None:
-        raise ValueError("--costs and --seconds exclude each other: give one of them")
-    if flags.seconds is not None:
-        rounds = parse_numbers(flags.seconds, wanted, "--seconds")
-        switches = parse_numbers(flags.switch_seconds or ",".join("0" * wanted), wanted, "--switch-seconds")
-        tables: Any = {"batch_sizes": [flags.batch_size], "draft": [rounds], "verify": [[0.0] * wanted]}
-        tables["switch"] = [switches]
-        return parse_costs(tables, drafters, "--seconds")
-    assert flags.costs is not None
-    return read_costs(flags.costs, drafters, "--costs")
+    wanted = len(drafters)
+    rounds = parse_numbers(flags.seconds, wanted, "--seconds")
+    switches = parse_numbers(flags.switch_seconds or ",".join("0" * wanted), wanted, "--switch-seconds")
+    tables = {"batch_sizes": [flags.batch_size], "draft": [rounds], "verify": [[0.0] * wanted], "switch": [switches]}
+    return parse_costs(tables, drafters, "--seconds")
 
 
 def parse_numbers(given: str, count: int, option: str) -> list[float]:

@@ -32,9 +32,8 @@ def collect_rounds(job: dict[str, Any], emit: Emit) -> Follow:
     )
 
     def write(file: Path, steps: Steps, answers: dict[int, Answer]) -> int:
-        texts = {number: rounds.TextFacts(a.category, len(a.token_ids)) for number, a in answers.items()}
-        tensors = rounds.assemble(steps, texts, settings.max_depth)
-        rounds.write_shard(file, tensors, texts, facts)
+        tensors = rounds.assemble(steps, answers, settings.max_depth)
+        rounds.write_shard(file, tensors, answers, facts)
         return len(tensors["phi"])
 
     return Recording(llm, job, emit, "crossspec_take_rounds", write).follow

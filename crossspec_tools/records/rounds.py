@@ -12,6 +12,7 @@ import torch
 
 from crossspec_tools.records.shards import Steps, joined_steps, read_shards
 from crossspec_tools.records.shards import write_shard as write_file
+from crossspec_tools.train.records import Answer
 from vllm_crossspec.heterospec.calibration import TreeShape
 from vllm_crossspec.kinds.identity import Identity
 
@@ -25,13 +26,6 @@ class RoundsFacts(NamedTuple):
     target: Identity
     drafter: Identity
     tree: TreeShape
-
-
-class TextFacts(NamedTuple):
-    """One answered prompt: its category, and how many tokens the answer has."""
-
-    category: str
-    num_tokens: int
 
 
 class Rounds(NamedTuple):
@@ -62,7 +56,7 @@ class Rounds(NamedTuple):
         return ((self.path > 0) & (self.path <= widths[:, None])).sum(dim=1)
 
 
-def assemble(steps: Steps, texts: Mapping[int, TextFacts], depth: int) -> dict[str, torch.Tensor]:
+def assemble(steps: Steps, answers: Mapping[int, Answer], depth: int) -> dict[str, torch.Tensor]:
     """The tensors of a shard from what the engine recorded. Raises ValueError: there is not one round.
 
     A round that reaches past the end of its text is left out: it accepted more than was asked for.
@@ -72,29 +66,25 @@ def assemble(steps: Steps, texts: Mapping[int, TextFacts], depth: int) -> dict[s
         raise ValueError("these prompts were answered without a single draft: give shorter ones, or longer answers")
     order = numbers.argsort(stable=True)
     numbers = numbers[order]
-    length = torch.zeros(max(texts) + 1, dtype=torch.int64)
-    for number, facts in texts.items():
-        length[number] = facts.num_tokens
+    length = torch.zeros(max(answers) + 1, dtype=torch.int64)
+    for number, answer in answers.items():
+        length[number] = len(answer.token_ids)
     # A text's first token is its prompt's; each round then adds what it sampled.
     ends = data["num_sampled"][order].long().cumsum(0)
     starts = torch.cat([torch.ones(1, dtype=torch.bool), numbers[1:] != numbers[:-1]])
     counts = torch.unique_consecutive(numbers, return_counts=True)[1]
     before = (ends - data["num_sampled"][order])[starts].repeat_interleave(counts)
     inside = 1 + ends - before <= length[numbers]
-    rows = order[inside]
+    data = {name: tensor[order[inside]] for name, tensor in data.items()}
+    # The walk's rows [M, D + 1]: the first is the root's, the last may be old.
+    is_draft = torch.arange(1, depth + 1) < data["num_sampled"][:, None]
     return {
-        "phi": data["phi"][rows].float(),
-        "path": _accepted_rows(data["path"][rows], data["num_sampled"][rows], depth),
-        "depth": _deepest(data["parents"][rows], data["size"][rows]).to(torch.int16),
-        "size": data["size"][rows].to(torch.int16),
+        "phi": data["phi"].float(),
+        "path": data["path"][:, 1 : depth + 1].masked_fill(~is_draft, 0).to(torch.uint8),
+        "depth": _deepest(data["parents"], data["size"]).to(torch.int16),
+        "size": data["size"].to(torch.int16),
         "text": numbers[inside].to(torch.int32),
     }
-
-
-def _accepted_rows(path: torch.Tensor, num_sampled: torch.Tensor, depth: int) -> torch.Tensor:
-    """uint8 [M, D] from the walk's rows [M, D + 1]: the first is the root's, the last may be old."""
-    is_draft = torch.arange(1, depth + 1) < num_sampled[:, None]
-    return path[:, 1 : depth + 1].masked_fill(~is_draft, 0).to(torch.uint8)
 
 
 def _deepest(parents: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
@@ -116,11 +106,11 @@ def _facts(found: Sequence[Mapping[str, Any]]) -> RoundsFacts:
 
 
 def write_shard(
-    path: Path, tensors: Mapping[str, torch.Tensor], texts: Mapping[int, TextFacts], facts: RoundsFacts
+    path: Path, tensors: Mapping[str, torch.Tensor], answers: Mapping[int, Answer], facts: RoundsFacts
 ) -> None:
     """Write a shard whole or not at all."""
-    listed = [[number, *text] for number, text in sorted(texts.items())]
-    write_file(path, {name: tensors[name] for name in NAMES}, [part._asdict() for part in facts], listed)
+    texts = [[number, answer.category, len(answer.token_ids)] for number, answer in sorted(answers.items())]
+    write_file(path, {name: tensors[name] for name in NAMES}, [part._asdict() for part in facts], texts)
 
 
 def read_rounds(folder: Path, key: str = "--records") -> Rounds:

@@ -83,13 +83,9 @@ class Outcome(NamedTuple):
         """float64 [T] what the rounds and switches of each text take."""
         row = costs.row(batch_size)
         rounds = self.rounds.double() @ torch.tensor(costs.round_seconds(row), dtype=torch.float64)
-        return rounds + (self.switches.double() * _switch_seconds(costs, row)).sum(dim=(1, 2))
-
-
-def _switch_seconds(costs: RoundCosts, row: int) -> torch.Tensor:
-    """float64 [N, N] from one drafter to another; nothing where both use one cache."""
-    owners = torch.tensor(costs.owners or range(costs.num_drafters))
-    return torch.tensor(costs.switch[row], dtype=torch.float64) * (owners[:, None] != owners)
+        owners = torch.tensor(costs.owners or range(costs.num_drafters))  # a switch within one cache costs nothing
+        switch = torch.tensor(costs.switch[row], dtype=torch.float64) * (owners[:, None] != owners)
+        return rounds + (self.switches.double() * switch).sum(dim=(1, 2))
 
 
 def walk(
@@ -134,7 +130,9 @@ def by_entropy(entropy: torch.Tensor, thresholds: Sequence[float]) -> Rule:
         entropy: [M] nats.
         thresholds: [N - 1], falling.
     """
-    return by_record(_first_true(torch.stack([entropy > threshold for threshold in thresholds], dim=1)))
+    always_true = torch.ones_like(entropy, dtype=torch.bool)
+    exceeds = torch.stack([*(entropy > threshold for threshold in thresholds), always_true], dim=1)
+    return by_record(exceeds.long().argmax(dim=1))  # of the first
 
 
 def by_gain(gains: torch.Tensor, thresholds: Sequence[float]) -> Rule:
@@ -243,12 +241,6 @@ def by_experience(
             learned.learn([Round(text, before, steps[at][before], uncertain[at], *awaited)])
             at += steps[at][before]
     return by_record(routes)
-
-
-def _first_true(chosen: torch.Tensor) -> torch.Tensor:
-    """int64 [M] first true column of bool [M, n]; n where no column is true."""
-    index = chosen.long().argmax(dim=1)
-    return torch.where(chosen.any(dim=1), index, chosen.shape[1])
 
 
 # -- oracles --------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save, save_file
 
 from crossspec_tools.records import cart, rounds
 from crossspec_tools.records.shards import shard_path
+from crossspec_tools.train.records import Answer
 from vllm_crossspec.config.parse import parse
 from vllm_crossspec.heterospec.calibration import (
     BinFacts,
@@ -245,7 +246,7 @@ def made_rounds(count=400, seed=0, depth=8, full_share=0.4):
 
 
 def shard_of(data, folder, number=0, facts=None):
-    texts = {n: rounds.TextFacts(c, 99) for n, c in data.categories.items()}
+    answers = {n: Answer(c, 5, [0] * 99, "stop") for n, c in data.categories.items()}
     folder.mkdir(exist_ok=True)
     (folder / rounds.INDEX_FILE).write_text(
         json.dumps(
@@ -260,7 +261,7 @@ def shard_of(data, folder, number=0, facts=None):
         )
     )
     tensors = {name: getattr(data, name) for name in rounds.NAMES}
-    rounds.write_shard(shard_path(folder, number), tensors, texts, facts or data.facts)
+    rounds.write_shard(shard_path(folder, number), tensors, answers, facts or data.facts)
 
 
 def step(ids, phi, paths, num_sampled, parents, size):
@@ -282,8 +283,8 @@ def test_what_an_engine_records_becomes_rounds_of_texts():
         step(["1-a"], [3.5], [[0, 1, 2]], [3], [chain], [4]),
     ]
     # Text 0 is its prompt's token, two and one more; text 1 ends within its third round.
-    texts = {0: rounds.TextFacts("math", 4), 1: rounds.TextFacts("code", 8)}
-    made = rounds.assemble(steps, texts, depth=2)
+    answers = {0: Answer("math", 5, [0] * 4, "stop"), 1: Answer("code", 5, [0] * 8, "stop")}
+    made = rounds.assemble(steps, answers, depth=2)
     assert made["text"].tolist() == [0, 0, 1, 1]
     assert made["phi"].tolist() == [0.25, 1.5, 0.5, 2.5]
     assert made["path"].tolist() == [[2, 0], [0, 0], [1, 2], [1, 3]]

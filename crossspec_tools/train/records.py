@@ -128,21 +128,16 @@ def assemble(steps: Steps, answers: Mapping[int, Answer], facts: Facts) -> dict[
     """
     numbers, data = joined_steps(steps)
     rows, numbers, positions = _wanted_rows(numbers, data, answers)
-    depth = max(facts.depths)
-    truth, known = _following(numbers, positions, answers, depth)
-    lengths = [
-        acceptance_lengths(
-            data[f"tokens.{name}"][rows], data[f"parents.{name}"][rows] if f"parents.{name}" in data else None, truth
-        )
-        for name in facts.drafters
-    ]
+    data = {name: tensor[rows] for name, tensor in data.items()}
+    truth, known = _following(numbers, positions, answers, max(facts.depths))
     none = torch.full((len(rows),), NO_FORECAST)
-    forecasts = [data[f"forecast.{name}"][rows] if f"forecast.{name}" in data else none for name in facts.drafters]
+    drafted = [(data[f"tokens.{name}"], data.get(f"parents.{name}")) for name in facts.drafters]
+    lengths = [acceptance_lengths(tokens, parents, truth) for tokens, parents in drafted]
     return {
-        "hidden": data["hidden"][rows],
-        "entropy": data["entropy"][rows].float(),
+        "hidden": data["hidden"],
+        "entropy": data["entropy"].float(),
         "lengths": torch.stack(lengths, dim=1).to(torch.int8),
-        "forecasts": torch.stack(forecasts, dim=1),
+        "forecasts": torch.stack([data.get(f"forecast.{name}", none) for name in facts.drafters], dim=1),
         "known": known.clamp(max=torch.iinfo(torch.int16).max).to(torch.int16),
         "position": positions.to(torch.int32),
         "text": numbers.to(torch.int32),
@@ -156,8 +151,8 @@ def _wanted_rows(
 
     Preempted requests are recorded twice, from the same states. What was computed past a text's end is dropped.
     """
-    wanted = [(n, len(answer.token_ids) - 1) for n, answer in sorted(answers.items()) if len(answer.token_ids) > 1]
-    if not wanted:
+    expected = sum(max(len(answer.token_ids) - 1, 0) for answer in answers.values())
+    if not expected:
         raise ValueError("none of these prompts was answered with more than one token: there is nothing to record")
     prompt = torch.zeros(max(answers) + 1, dtype=torch.int64)
     length = torch.zeros_like(prompt)
@@ -171,7 +166,6 @@ def _wanted_rows(
     rows, key = rows[order], key[order]
     is_last = torch.cat([key[1:] != key[:-1], torch.ones(min(1, len(key)), dtype=torch.bool)])
     rows = rows[is_last]
-    expected = sum(count for _, count in wanted)
     if len(rows) != expected:
         raise RuntimeError(f"the engine recorded {len(rows)} of {expected} tokens; please report this")
     return rows, numbers[rows], positions[rows]
@@ -181,13 +175,11 @@ def _following(
     numbers: torch.Tensor, positions: torch.Tensor, answers: Mapping[int, Answer], depth: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """int64 [M, depth] tokens after every record's own, and int64 [M] how many there are in the text at all."""
-    padded = {number: answer.token_ids + [NO_TOKEN] * depth for number, answer in answers.items()}
     starts = torch.zeros(max(answers) + 1, dtype=torch.int64)
-    flat: list[int] = []
-    length = torch.zeros_like(starts)
-    for number, tokens in padded.items():
-        starts[number], length[number] = len(flat), len(tokens) - depth
-        flat += tokens
+    length, flat = torch.zeros_like(starts), list[int]()
+    for number, answer in answers.items():
+        starts[number], length[number] = len(flat), len(answer.token_ids)
+        flat += answer.token_ids + [NO_TOKEN] * depth
     first = starts[numbers] + positions + 1
     truth = torch.tensor(flat, dtype=torch.int64)[first[:, None] + torch.arange(depth)]
     return truth, length[numbers] - 1 - positions
