@@ -215,8 +215,8 @@ def test_folders_that_cannot_grow_are_named(tmp_path):
 
 @e2e
 def test_the_command_checks_itself(tmp_path):
-    said = commands.crossspec("inflate", "--out", tmp_path / "big", "--layers", 9, "--drafters", "eagle3")
-    assert said.count("same") == 4 and "DIFFERS" not in said
+    said = commands.crossspec("inflate", "--out", tmp_path / "big", "--layers", 9, "--drafters", "none")
+    assert said.count("same") == 2 and "DIFFERS" not in said
     with pytest.raises(AssertionError, match="is there already; name a new folder, or give --overwrite"):
         commands.crossspec("inflate", "--out", tmp_path / "big", "--layers", 9)
     again = ("--overwrite", "--no-check", "--drafters", "none")

@@ -57,7 +57,7 @@ SMALLER = {
     "crossspec calibrate heterospec": "--limit 4 --max-tokens 48 --dtype float32",
     "crossspec costs": "--batch-size 1",
     "crossspec collect": "--limit 1 --max-tokens 24",
-    "crossspec demo": "--limit 1 --max-tokens 8",
+    "crossspec demo": "--limit 1 --max-tokens 8 --methods eagle3-tree",
     "crossspec flashhead build": "--new-tokens 4 --iterations 2 --prompts PROMPTS.jsonl",
     "crossspec ngram build": "--workers 1",
     "crossspec train target": "--steps 1 --threads 1",
