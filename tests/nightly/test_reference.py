@@ -17,10 +17,12 @@ import engines
 import pytest
 import torch
 from reference import compare, fvliang, models, recorder, safeailab, target, zlab
+from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.e2e
 
 LENGTHS = (1, 2, 5, 17, 33, 64, 100, 7)
+MODELS = ("wide", "narrow", "pocket", "smollm2")
 SAMPLINGS = {"greedy": {"temperature": 0.0}, "sampled": {"temperature": 1.0, "seed": 5}}
 
 
@@ -43,8 +45,6 @@ def random_prompts():
 
 
 def pocket_prompts():
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(engines.TARGET)
     return [tokenizer.encode(text) for text in engines.prompts(8)]
 
@@ -55,13 +55,36 @@ def case(name):
         return Case(models.wide(Path(scratch().name) / name), 7, random_prompts())
     if name == "narrow":
         return Case(models.narrow(Path(scratch().name) / name), 4, random_prompts())
+    if name == "smollm2":
+        return smollm2()
     return Case(models.Models(engines.TARGET, engines.EAGLE3, engines.DFLASH, engines.DART), 7, pocket_prompts())
+
+
+def smollm2():
+    """A public model and our drafters for it, on every second of its package's prompts."""
+    pytest.importorskip("gguf", reason="the library that reads GGUF files is not installed")
+    from vllm_crossspec_smollm2.models import MODELS
+
+    from vllm_crossspec.cli.prompts import read_prompts
+
+    if (why := MODELS.missing()) is not None:
+        pytest.skip(why)
+    found, here = MODELS.target(), MODELS.find()
+    tokenizer = AutoTokenizer.from_pretrained(found)
+    texts = [prompt.turns[0] for prompt in read_prompts(here / "prompts.jsonl")][::2]
+    prompts = [
+        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True)
+        for text in texts
+    ]
+    return Case(models.Models(found, here / "eagle3", here / "dflash", here / "dart"), 7, prompts)
 
 
 @functools.cache
 def traces(name, method, whose="ours"):
     """What one engine generated and drafted, by sampling; drafts are greedy for sampled requests, too."""
     one = case(name)
+    if not (folder := getattr(one.models, method)).is_dir():
+        pytest.skip(f"there is no {folder}")
     spec = {
         "ours": engines.ours(method, getattr(one.models, method)) | {"draft_sample_method": "greedy"},
         # With the same sampler behind them sampled texts, and so the rounds, are native's.
@@ -147,21 +170,21 @@ def check(agreement, name, how):
 
 
 @pytest.mark.parametrize("how", SAMPLINGS)
-@pytest.mark.parametrize("name", ["wide", "narrow", "pocket"])
+@pytest.mark.parametrize("name", MODELS)
 def test_eagle3_drafts_as_safeailab(name, how):
     checkout(safeailab)
     check(eagle3_agreement(name, how), name, how)
 
 
 @pytest.mark.parametrize("how", SAMPLINGS)
-@pytest.mark.parametrize("name", ["wide", "narrow", "pocket"])
+@pytest.mark.parametrize("name", MODELS)
 def test_dflash_drafts_as_zlab(name, how):
     checkout(zlab)
     check(dflash_agreement(name, how), name, how)
 
 
 @pytest.mark.parametrize("how", SAMPLINGS)
-@pytest.mark.parametrize("name", ["wide", "narrow", "pocket"])
+@pytest.mark.parametrize("name", MODELS)
 def test_dart_drafts_as_fvliang(name, how):
     checkout(fvliang)
     check(dart_agreement(name, how), name, how)
