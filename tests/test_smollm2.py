@@ -42,7 +42,8 @@ def file(model, tmp_path_factory):
 
 @pytest.fixture
 def source(file, tmp_path, monkeypatch):
-    """The tiny file, as if it were that of an installed package, and an empty cache."""
+    """The tiny file, as if it were that of an installed package, an empty cache, and no draft model to put together."""
+    monkeypatch.setattr(target, "OWN", tmp_path / "draft-model")
     site = tmp_path / "site"
     install(site, "tiny-model", "1.0")
     (site / "tiny").mkdir()
@@ -154,6 +155,24 @@ def test_the_folder_is_made_once(source, monkeypatch, capsys):
     monkeypatch.setattr(convert, "convert", None)
     assert target.find_target(source) == folder
     assert target.find_target(source._replace(package="gone")) == folder  # it is not asked any more
+
+
+def test_the_draft_model_is_put_together(source):
+    """It is shipped without the target's embedding; other weights of it have another folder."""
+    from safetensors.torch import save_file
+
+    bare = target.find_target(source)
+    target.OWN.mkdir()
+    (target.OWN / "config.json").write_text('{"model_type": "llama"}')
+    save_file({"model.norm.weight": torch.ones(3)}, target.OWN / "model.safetensors")
+    folder = target.find_target(source)
+    assert folder != bare and weights(folder).keys() == weights(bare).keys()
+    found = weights(folder / target.DRAFT_MODEL)
+    assert {*found} == {"model.norm.weight", "model.embed_tokens.weight"}
+    assert torch.equal(found["model.embed_tokens.weight"], weights(folder)["model.embed_tokens.weight"])
+    assert (folder / target.DRAFT_MODEL / "config.json").read_text() == '{"model_type": "llama"}'
+    (folder / target.DRAFT_MODEL / "model.safetensors").write_bytes(b"half")
+    assert target.find_target(source) == folder and weights(folder / target.DRAFT_MODEL).keys() == found.keys()
 
 
 def test_another_file_or_format_has_a_folder_of_its_own(source, monkeypatch):
@@ -303,6 +322,8 @@ def test_the_command_prints_what_vllm_serve_takes(drafters, source, monkeypatch,
     command.smollm2("dart")
     spec = json.loads(capsys.readouterr().out)
     assert spec == {"method": "dart", "model": f"{drafters}/dart", "ngram": f"{drafters}/ngram/store.safetensors"}
+    command.smollm2("draft-model")  # which shares the target's embedding, so stands with it
+    assert json.loads(capsys.readouterr().out)["model"] == str(drafters.parent / "target" / "draft-model")
     monkeypatch.setattr(command, "find_target", lambda: target.find_target(source))
     command.smollm2()
     assert capsys.readouterr().out == f"{target.cached(source)}\n"

@@ -36,7 +36,25 @@ for name in "$@"; do
     dflash) train dflash --layers 2 --mask-token '<empty_output>' --anchors 16 ;;
     dart) train dart --draft-vocab 4096 --intermediate-size 768 --anchors 24 ;;
     confu) train confu --start "$work/eagle3/model" --seed 1 --replicas 0 ;;
-    draft-model) train draft-model --layers 2 --intermediate-size 1024 --target-embedding ;;
+    draft-model)
+        train draft-model --layers 2 --intermediate-size 1024 --target-embedding
+        python - "$work/draft-model" <<'PYTHON'
+# The target's embedding is not shipped twice: what converts the target puts it back.
+import shutil
+import sys
+from pathlib import Path
+
+from safetensors.torch import load_file, save_file
+
+work = Path(sys.argv[1])
+out = work / "without-embedding"
+out.mkdir(exist_ok=True)
+tensors = load_file(work / "model" / "model.safetensors")
+del tensors["model.embed_tokens.weight"]
+save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+shutil.copy(work / "model" / "config.json", out)
+PYTHON
+        ;;
     flashhead) crossspec flashhead build "$work/draft-model/model" --out "$work/flashhead-draft-model" --recall 0.99 ;;
     ngram)
         mkdir -p "$work/ngram"

@@ -179,7 +179,7 @@ def job_of(
     """What one method's engine is to do, with further arguments of it. Raises ValueError where a model is missing."""
     engine = {"model": str(folder / "target"), "dtype": "float32", "max_num_seqs": POCKET.batch_size, **more}
     if config is not None:
-        engine["speculative_config"] = located(config, folder)
+        engine["speculative_config"] = located(config, folder, lambda: Path(engine["model"]))
     for model in (Path(engine["model"]), *(folder / drafter for drafter in folders_of(config))):
         sets.require_model(model)
     return Job(method=name, engine=engine, sampling=sampling, prompts=prompts, warm_up=False)

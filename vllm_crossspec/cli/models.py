@@ -14,7 +14,8 @@ from vllm_crossspec.names import look_up
 from vllm_crossspec.pocket_models import find_pocket
 
 Config = dict[str, Any] | None
-"""A method's --speculative-config; None of plain. `{pocket}` or `{models}` in it is the folder of the drafters."""
+"""A method's --speculative-config; None of plain. In it `{pocket}` or `{models}` is the folder of the drafters, `{target}`
+that of the target, which may hold drafters that share its weights."""
 GROUP = "crossspec.demo"
 """Entry-point group by which other packages add sets: ``NAME = "module:SET"``."""
 PREFERRED, INSTALL = "smollm2", "pip install vllm-crossspec-smollm2"
@@ -83,12 +84,12 @@ def config_of(models: ModelSet, method: str) -> str:
     config, folder = look_up(method, drafting, "METHOD", "method"), models.find()
     for name in folders_of(config):
         require_model(folder / name)
-    return json.dumps(located(config, folder))
+    return json.dumps(located(config, folder, models.target))
 
 
 def folders_of(config: Any) -> list[str]:
     """The folders of drafters that a method needs."""
-    return sorted(set(re.findall(r"{(?:pocket|models)}/([\w.-]+)", json.dumps(config))))
+    return sorted(set(re.findall(r"{(?:pocket|models|target)}/([\w.-]+)", json.dumps(config))))
 
 
 def absent_folders(config: Any, folder: Path) -> list[str]:
@@ -105,8 +106,8 @@ def require_model(folder: Path) -> None:
         raise ValueError(f"{folder} holds no model: check out the repository whole, or train one (`crossspec train`)")
 
 
-def located(value: Any, folder: Path) -> Any:
-    """The same with the folder of the drafters filled in."""
-    if isinstance(value, dict):
-        return {key: located(inner, folder) for key, inner in value.items()}
-    return re.sub("{(pocket|models)}", lambda _: str(folder), value) if isinstance(value, str) else value
+def located(value: Any, folder: Path, target: Callable[[], Path] = Path) -> Any:
+    """The same with the folder of the drafters filled in, and that of ``target``, which is asked only where it is."""
+    if not isinstance(value, str):
+        return {k: located(v, folder, target) for k, v in value.items()} if isinstance(value, dict) else value
+    return re.sub("{(pocket|models|target)}", lambda at: str(target() if at[1] == "target" else folder), value)

@@ -5,6 +5,7 @@ other tokenizers than byte-level BPE are refused.
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ OTHER_BYTES = 16 << 20
 
 INDIVIDUAL_DIGITS = ("smollm",)
 """Pre-tokenizers of GGUF that split a text at every digit before anything else."""
+WEIGHTS = "model.safetensors"
 CONTROL = 3
 """GGUF's type of tokens that no text may spell."""
 
@@ -59,9 +61,21 @@ def num_bytes(reader: Any) -> int:
 def convert(reader: Any, out: Path, report: Report = lambda done, total: None) -> None:
     """Write config.json, model.safetensors and the tokenizer's files into an empty folder."""
     config = config_of(reader)
-    _write_weights(reader, config, out / "model.safetensors", report)
+    _write_weights(reader, config, out / WEIGHTS, report)
     _tokenizer_of(reader).save_pretrained(out)
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+
+
+def put_together(drafter: Path, target: Path, out: Path) -> None:
+    """A draft model's folder: what ``drafter`` holds, and the embedding of ``target``, which the former leaves out."""
+    from safetensors import safe_open
+    from safetensors.torch import load_file, save_file
+
+    name = f"{NAMES['token_embd']}.weight"
+    with safe_open(target / WEIGHTS, "pt") as weights:
+        tensors = load_file(drafter / WEIGHTS) | {name: weights.get_tensor(name)}
+    shutil.copytree(drafter, out, ignore=shutil.ignore_patterns(WEIGHTS))
+    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
 
 
 def config_of(reader: Any) -> dict[str, Any]:

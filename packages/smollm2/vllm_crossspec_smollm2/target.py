@@ -26,6 +26,9 @@ FORMAT = 1
 """Of the conversion: what it writes has changed where this has, and folders of another format are not looked at."""
 LIST = "files.json"
 """In the folder: size and SHA-256 of its other files."""
+DRAFT_MODEL = "draft-model"
+"""A folder in it: the draft model, of this package's weights and the target's embedding, which it shares."""
+OWN = Path(__file__).parent / DRAFT_MODEL
 
 
 class Source(NamedTuple):
@@ -82,7 +85,8 @@ def missing(source: Source = SMOLLM2) -> str | None:
 def cached(source: Source) -> Path:
     """Where the target's folder is, or will be."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    mark = hashlib.sha256(f"{source.sha256} {FORMAT}".encode()).hexdigest()[:12]
+    own = f" {_sha256(weights)}" if (weights := OWN / "model.safetensors").is_file() else ""
+    mark = hashlib.sha256(f"{source.sha256} {FORMAT}{own}".encode()).hexdigest()[:12]
     return cache / "vllm-crossspec" / f"smollm2-{mark}"
 
 
@@ -137,7 +141,10 @@ def _make(folder: Path, file: Path) -> None:
         try:
             with stage_bars() as report:
                 convert.convert(reader, made, lambda done, total: report("converting SmolLM2 (once)", done, total))
-            files = {one.name: (one.stat().st_size, _sha256(one)) for one in sorted(made.iterdir())}
+            if OWN.is_dir():
+                convert.put_together(OWN, made, made / DRAFT_MODEL)
+            written = (one for one in sorted(made.rglob("*")) if one.is_file())
+            files = {str(one.relative_to(made)): (one.stat().st_size, _sha256(one)) for one in written}
             (made / LIST).write_text(json.dumps(files, indent=1) + "\n")
         except Exception as problem:
             # safetensors' own error of a full disk is no OSError.
