@@ -9,8 +9,8 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from typing import Any
 from crossspec_tools.ngram import inputs
 from crossspec_tools.ngram.count import Keys, write_levels, write_runs
 from crossspec_tools.ngram.inputs import Piece
-from crossspec_tools.ngram.levels import Facts, Progress, quiet, write_store
+from crossspec_tools.ngram.levels import Facts, Progress, write_store
 from vllm_crossspec.cli.cluster import ray_connected
 from vllm_crossspec.files import replacing
 from vllm_crossspec.ngram_store.store import MAX_CODES, MAX_ORDER, MAX_VOCAB_SIZE, MIN_ORDER, Header, tokenizer_hash
@@ -62,11 +62,10 @@ def make_plan(
     digest, eos = "", None
     if tokenizer is not None:
         digest = tokenizer_hash(tokenizer)
-        facts = inputs.tokenizer_facts(tokenizer, inputs.load_tokenizer(tokenizer))
-        eos = facts.eos
-        if vocab_size is not None and vocab_size < facts.vocab_size:
-            raise ValueError(f"--vocab-size {vocab_size}: the tokenizer has {facts.vocab_size} tokens")
-        vocab_size = vocab_size or facts.vocab_size
+        known_size, eos = inputs.tokenizer_facts(tokenizer)
+        if vocab_size is not None and vocab_size < known_size:
+            raise ValueError(f"--vocab-size {vocab_size}: the tokenizer has {known_size} tokens")
+        vocab_size = vocab_size or known_size
     elif vocab_size is None:
         raise ValueError("token files need --tokenizer FOLDER (the one that made them) or --vocab-size N")
     elif any(path.suffix == ".txt" for path in files):
@@ -94,7 +93,7 @@ def build(
     workers: int = 1,
     memory: int = 2 << 30,
     work: Path | None = None,
-    progress: Progress = quiet,
+    progress: Progress = lambda *told: None,
 ) -> Header:
     """Count, merge, write. Raises ValueError: the folder belongs to another build, or an input is no such file.
 
@@ -124,8 +123,7 @@ def count_piece(plan: Plan, folder: Path, budget: int, number: int, piece: Piece
     stem = folder / f"piece-{number:06d}"
     for left in folder.glob(f"{stem.name}-*"):  # of a worker that was killed
         left.unlink()
-    render = functools.partial(inputs.render_chat, Path(plan.tokenizer)) if plan.tokenizer else None
-    batches = inputs.read_piece(piece, plan.order, _tokenizer(plan.tokenizer), plan.eos, render)
+    batches = inputs.read_piece(piece, plan.order, Path(plan.tokenizer) if plan.tokenizer else None, plan.eos)
     try:
         names = write_runs(batches, Keys(plan.order, plan.vocab_size), budget, stem)
     except ValueError as problem:
@@ -134,11 +132,6 @@ def count_piece(plan: Plan, folder: Path, budget: int, number: int, piece: Piece
     with replacing(_marker(folder, number)) as partial:
         partial.write_text(json.dumps(names))
     return len(names)
-
-
-@functools.lru_cache(maxsize=1)
-def _tokenizer(folder: str) -> Any:
-    return inputs.load_tokenizer(Path(folder)) if folder else None
 
 
 def _marker(folder: Path, number: int) -> Path:
@@ -166,21 +159,16 @@ def _open_folder(folder: Path, plan: Plan) -> None:
         partial.write_text(text)
 
 
-# -- workers ------------------------------------------------------------------------------------------------------
-
-
 def _fan_out(count: Any, jobs: list[tuple[int, Piece]], workers: int) -> Iterator[int]:
     """Results in the order in which they are ready."""
     if workers <= 1 or len(jobs) <= 1:
         yield from (count(*job) for job in jobs)
         return
-    with ExitStack() as stack:
-        try:
-            ray = stack.enter_context(ray_connected())
-        except ModuleNotFoundError:
-            yield from _on_processes(count, jobs, workers)
-        else:
-            yield from _on_ray(ray, count, jobs, workers)
+    if find_spec("ray") is None:
+        yield from _on_processes(count, jobs, workers)
+        return
+    with ray_connected() as ray:
+        yield from _on_ray(ray, count, jobs, workers)
 
 
 def _on_processes(count: Any, jobs: list[tuple[int, Piece]], workers: int) -> Iterator[int]:

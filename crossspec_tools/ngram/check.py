@@ -15,17 +15,13 @@ def check_contents(store: NgramStore, where: str, chunk: int = 1 << 20) -> None:
             raise ValueError(f"{where}: a level ends in the wrong place: write or copy the file again")
         for start in range(begin, end, chunk):
             stop = min(start + chunk, end)
-            _check_codes(store, start, stop, where)
+            codes = store.codes[start:stop]
+            known = (codes >= 0) & (codes <= MAX_CODES[header.bits])
+            if not (known | (codes == header.none_code)).all():
+                raise ValueError(f"{where}: a probability has no meaning: write or copy the file again")
             if most is not None:
                 _check_children(store, start, stop, most, where)
         begin = end
-
-
-def _check_codes(store: NgramStore, start: int, stop: int, where: str) -> None:
-    codes = store.codes[start:stop]
-    known = (codes >= 0) & (codes <= MAX_CODES[store.header.bits])
-    if not (known | (codes == store.header.none_code)).all():
-        raise ValueError(f"{where}: a probability has no meaning: write or copy the file again")
 
 
 def _check_children(store: NgramStore, start: int, stop: int, most: int, where: str) -> None:

@@ -19,7 +19,6 @@ from vllm_crossspec.ngram_store import NO_STORE
 if TYPE_CHECKING:  # torch takes seconds to import, and --help needs none of it
     from vllm_crossspec.ngram_store.store import Header, NgramStore
 
-GIB = 1 << 30
 
 app = App(
     name="ngram",
@@ -100,7 +99,7 @@ def build(
         piece_size=int(piece_mib * (1 << 20)),
     )
     with stage_bars() as report:
-        header = builder.build(plan, out, workers=workers, memory=int(memory_gib * GIB), work=work, progress=report)
+        header = builder.build(plan, out, workers=workers, memory=int(memory_gib * 2**30), work=work, progress=report)
     Console().print(_description(out, header))
 
 
@@ -120,7 +119,7 @@ def import_(
 
     Example: crossspec ngram import 3gram.trie --tokenizer Qwen3-8B --out qwen3.ngram.safetensors
     """
-    from crossspec_tools.ngram.inputs import load_tokenizer, tokenizer_facts
+    from crossspec_tools.ngram.inputs import tokenizer_facts
     from crossspec_tools.ngram.trie import import_trie
     from vllm_crossspec.ngram_store.store import tokenizer_hash
 
@@ -128,7 +127,7 @@ def import_(
     digest = ""
     if tokenizer is not None:
         digest = tokenizer_hash(tokenizer)
-        vocab_size = vocab_size or tokenizer_facts(tokenizer, load_tokenizer(tokenizer)).vocab_size
+        vocab_size = vocab_size or tokenizer_facts(tokenizer)[0]
     if vocab_size is None:
         raise ValueError("a .trie does not name its tokenizer: give --tokenizer FOLDER, or --vocab-size N")
     how: dict[str, Any] = {"bits": bits, "min_count": min_count, "work": work}
@@ -200,9 +199,6 @@ def query(
         typer.echo(f"{answers.title}: no n-gram of this store ends like this")
         return
     Console().print(answers)
-
-
-# -- shared pieces --------------------------------------------------------------------------------------------
 
 
 def _answers(

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossspec_tools.ngram.inputs import Tokens
-from crossspec_tools.ngram.levels import LevelFiles, Progress, quiet
+from crossspec_tools.ngram.levels import LevelFiles, Progress
 from vllm_crossspec.arrays import Array
 from vllm_crossspec.files import replacing
 
@@ -152,7 +152,7 @@ class _LevelWriter:
         self.files.append(*self.open)
 
 
-def write_levels(paths: list[Path], keys: Keys, budget: int, folder: Path, progress: Progress = quiet) -> None:
+def write_levels(paths: list[Path], keys: Keys, budget: int, folder: Path, progress: Progress) -> None:
     """Merge runs into the level files of a trie."""
     writers = [_LevelWriter(LevelFiles(folder, level)) for level in range(1, keys.order + 1)]
     total = sum(np.load(path, mmap_mode="r", allow_pickle=False).shape[1] for path in paths)

@@ -13,7 +13,7 @@ import functools
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple, TypeGuard
 
@@ -44,7 +44,6 @@ class Chat(NamedTuple):
     response: str
 
 
-Render = Callable[[Chat], str]
 Document = str | Chat | Array
 
 
@@ -86,16 +85,13 @@ def cut(files: list[Path], piece_size: int) -> list[Piece]:
     return pieces
 
 
-def read_piece(
-    piece: Piece, order: int, tokenizer: Any, eos: int | None, render: Render | None = None
-) -> Iterator[Tokens]:
+def read_piece(piece: Piece, order: int, tokenizer: Path | None, eos: int | None) -> Iterator[Tokens]:
     """The tokens of a piece, some documents at a time. Raises ValueError.
 
     Args:
         order: tokens of an n-gram: a .npy piece comes with ``order - 1`` tokens more than begin in it.
-        tokenizer: of the ``tokenizers`` package, or None where text is refused.
+        tokenizer: the folder of a model's, or None where text and chats are refused.
         eos: appended to documents of text.
-        render: makes text of a chat, or None where chats are refused.
     """
     path = Path(piece.file)
     if path.suffix == ".npy":
@@ -112,10 +108,10 @@ def read_piece(
                 continue
             waiting.append(document)
             if len(waiting) == DOCUMENTS_AT_ONCE:
-                yield _join(_encode(waiting, tokenizer, eos, render, path))
+                yield _join(_encode(waiting, tokenizer, eos, path))
                 waiting = []
     if waiting:
-        yield _join(_encode(waiting, tokenizer, eos, render, path))
+        yield _join(_encode(waiting, tokenizer, eos, path))
 
 
 def _lines(path: Path, piece: Piece) -> Iterator[Document]:
@@ -173,19 +169,15 @@ def _is_ids(value: Any) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(token) is int and token >= 0 for token in value)
 
 
-def _encode(
-    documents: list[str | Chat], tokenizer: Any, eos: int | None, render: Render | None, path: Path
-) -> list[Array]:
-    if tokenizer is None:
+def _encode(documents: list[str | Chat], folder: Path | None, eos: int | None, path: Path) -> list[Array]:
+    if folder is None:
         raise ValueError(f"{path} holds text: --tokenizer FOLDER says how to make tokens of it")
-    end = [] if eos is None else [eos]
+    tokenizer, end = load_tokenizer(folder), [] if eos is None else [eos]
     texts = [document for document in documents if isinstance(document, str)]
     found = [encoding.ids + end for encoding in tokenizer.encode_batch(texts)]
     if chats := [document for document in documents if isinstance(document, Chat)]:
-        if render is None:
-            raise ValueError(f"{path} holds chats: --tokenizer FOLDER says how to render them")
         try:
-            rendered = [render(chat) for chat in chats]
+            rendered = [render_chat(folder, chat) for chat in chats]
         except ValueError as problem:
             raise ValueError(f"{path} holds chats: {problem}") from problem
         found += [encoding.ids for encoding in tokenizer.encode_batch(rendered, add_special_tokens=False)]
@@ -208,13 +200,7 @@ def _map_tokens(path: Path) -> npt.NDArray[Any]:
     return array
 
 
-class TokenizerFacts(NamedTuple):
-    """A tokenizer's size and end-of-text token."""
-
-    vocab_size: int
-    eos: int | None
-
-
+@functools.lru_cache(maxsize=1)
 def load_tokenizer(folder: Path) -> Any:
     """The tokenizer of a model's folder. Raises ValueError where the ``tokenizers`` package is missing."""
     try:
@@ -227,13 +213,14 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-def tokenizer_facts(folder: Path, tokenizer: Any) -> TokenizerFacts:
-    """Highest id plus one, and the `eos_token` of `tokenizer_config.json`."""
+def tokenizer_facts(folder: Path) -> tuple[int, int | None]:
+    """A tokenizer's highest id plus one, and the id of the `eos_token` of `tokenizer_config.json`."""
+    tokenizer = load_tokenizer(folder)
     vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     config = (folder if folder.is_dir() else folder.parent) / "tokenizer_config.json"
     eos = json.loads(config.read_text(encoding="utf-8")).get("eos_token") if config.is_file() else None
     name = eos.get("content") if isinstance(eos, dict) else eos
-    return TokenizerFacts(vocab_size, tokenizer.token_to_id(name) if name else None)
+    return vocab_size, tokenizer.token_to_id(name) if name else None
 
 
 def render_chat(folder: Path, chat: Chat) -> str:

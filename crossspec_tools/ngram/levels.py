@@ -18,11 +18,9 @@ Progress = Callable[[str, int, int], None]
 
 BLOCK = 1 << 21
 """Nodes that are worked on at once: about 100 MB."""
+_Place = tuple[int, int]
+"""Where the next node goes, and the next parent's end."""
 STORED = {"tokens": np.int32, "counts": np.int64, "kids": np.int32}
-
-
-def quiet(stage: str, done: int, total: int) -> None:
-    """Progress that is not shown."""
 
 
 class LevelFiles:
@@ -80,26 +78,36 @@ def blocks(kids: npt.NDArray[np.int32], limit: int = BLOCK) -> Iterator[tuple[in
         parent, child = parent + count, int(ends[count - 1])
 
 
-def write_store(path: Path, folder: Path, facts: Facts, progress: Progress = quiet) -> Header:
+def write_store(path: Path, folder: Path, facts: Facts, progress: Progress) -> Header:
     """Turn the level files of a folder into a store; the file appears when it is whole. Returns the header written.
 
     N-grams of two tokens or more that were seen less often than ``facts.min_count`` are left out; what is left keeps
     its probability, given the whole count of its context.
     """
     levels = [LevelFiles(folder, level).read() for level in range(1, facts.order + 1)]
-    header = _header(levels, facts)
+    total = int(levels[0].counts.sum())
+    header = Header(
+        order=facts.order,
+        vocab_size=facts.vocab_size,
+        tokenizer=facts.tokenizer,
+        num_tokens=total,
+        num_unigrams=len(levels[0].tokens),
+        level_sizes=(facts.vocab_size, *(_count_kept(level.counts, facts.min_count) for level in levels[1:])),
+        max_children=tuple(int(level.kids.max(initial=0)) for level in levels[:-1]),
+        bits=facts.bits,
+        scale=math.log(max(total, 2)) / MAX_CODES[facts.bits],  # so that the rarest token still has a code
+    )
     with replacing(path) as partial:
         out = create_file(partial, header)
-        total = header.num_tokens
         codes = np.full(header.vocab_size, header.none_code, out["codes"].dtype)
         codes[levels[0].tokens] = _codes(levels[0].counts, np.full(len(levels[0].counts), total), header)
         out["codes"][: header.vocab_size] = codes
         out["offsets"][0] = header.vocab_size
-        at = _Place(node=header.vocab_size, parent=1)
+        at = header.vocab_size, 1
         for number in range(1, facts.order):
             progress(f"writing level {number + 1}", number - 1, facts.order - 1)
             at = _write_level(out, levels[number - 1 : number + 1], number, at, header, facts.min_count)
-        assert at.node == header.total and at.parent == header.num_inner + 1
+        assert at == (header.total, header.num_inner + 1)
         for array in out.values():
             if isinstance(array, np.memmap):
                 array.flush()
@@ -107,33 +115,9 @@ def write_store(path: Path, folder: Path, facts: Facts, progress: Progress = qui
     return header
 
 
-def _header(levels: list[Level], facts: Facts) -> Header:
-    num_tokens = int(levels[0].counts.sum())
-    kept = [_count_kept(level.counts, facts.min_count) for level in levels[1:]]
-    widest = [int(level.kids.max(initial=0)) for level in levels[:-1]]
-    return Header(
-        order=facts.order,
-        vocab_size=facts.vocab_size,
-        tokenizer=facts.tokenizer,
-        num_tokens=num_tokens,
-        num_unigrams=len(levels[0].tokens),
-        level_sizes=(facts.vocab_size, *kept),
-        max_children=tuple(widest),
-        bits=facts.bits,
-        scale=math.log(max(num_tokens, 2)) / MAX_CODES[facts.bits],  # so that the rarest token still has a code
-    )
-
-
 def _count_kept(counts: npt.NDArray[np.int64], min_count: int) -> int:
     steps = range(0, len(counts), BLOCK)
     return sum(int(np.count_nonzero(counts[begin : begin + BLOCK] >= min_count)) for begin in steps)
-
-
-class _Place(NamedTuple):
-    """Where the next node goes, and the next parent's end."""
-
-    node: int
-    parent: int
 
 
 def _write_level(
@@ -166,12 +150,10 @@ def _write_level(
             kept_ends, np.diff(np.concatenate((token, following)))
         )
     if number == 1:
-        if len(parents.tokens):
-            out["offsets"][1 : int(parents.tokens[0]) + 1] = header.vocab_size
-        else:
-            out["offsets"][1:] = header.vocab_size
+        first_seen = int(parents.tokens[:1].min(initial=header.vocab_size))
+        out["offsets"][1 : first_seen + 1] = header.vocab_size
         parent = header.vocab_size + 1
-    return _Place(node, parent)
+    return node, parent
 
 
 def _codes(counts: Array, above: Array, header: Header) -> Array:

@@ -39,16 +39,12 @@ def look_up(
     check_backoff(backoff)
     longest = min(store.order - 1, contexts.shape[1])
     contexts, candidates = contexts[:, contexts.shape[1] - longest :].long(), candidates.long()
-    num_rows, num_candidates = candidates.shape
-    rows = max(1, LOOKUPS_AT_ONCE // max(1, num_candidates))
-    if candidates.device.type != "cpu" or rows >= num_rows:
+    if candidates.device.type != "cpu":
         return _look_up(store, contexts, candidates, backoff, floor)
-    log_probs = torch.empty(candidates.shape)
-    matched = torch.empty(candidates.shape, dtype=torch.int8)
-    for begin in range(0, num_rows, rows):
-        part = slice(begin, begin + rows)
-        log_probs[part], matched[part] = _look_up(store, contexts[part], candidates[part], backoff, floor)
-    return Answers(log_probs, matched)
+    rows = max(1, LOOKUPS_AT_ONCE // max(1, candidates.shape[1]))
+    parts = zip(contexts.split(rows), candidates.split(rows), strict=True)
+    found = [_look_up(store, *part, backoff, floor) for part in parts]
+    return Answers(*map(torch.cat, zip(*found, strict=True)))
 
 
 def _look_up(

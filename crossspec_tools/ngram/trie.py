@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from crossspec_tools.ngram.levels import Facts, LevelFiles, Progress, blocks, quiet, write_store
+from crossspec_tools.ngram.levels import Facts, LevelFiles, Progress, blocks, write_store
 from vllm_crossspec.arrays import Array, ranges
 from vllm_crossspec.ngram_store.store import MAX_CODES, MAX_ORDER, MAX_VOCAB_SIZE, MIN_ORDER, Header
 
@@ -47,7 +47,7 @@ def import_trie(
     bits: int = 16,
     min_count: int = 1,
     work: Path | None = None,
-    progress: Progress = quiet,
+    progress: Progress = lambda *told: None,
     chunk: int = CHUNK,
 ) -> Header:
     """Turn a .trie file into a store. Raises ValueError.
@@ -198,12 +198,10 @@ def _narrow(kids: npt.NDArray[np.uint64], most: int, where: str) -> npt.NDArray[
 
 def _signed(cells: npt.NDArray[np.uint32]) -> Array:
     """The number in the first word of cells."""
-    words: Array = np.ascontiguousarray(cells[:, 0]).view(np.int32).astype(np.int64)
-    return words
+    return np.ascontiguousarray(cells[:, 0]).view(np.int32).astype(np.int64)
 
 
 def _wide(cells: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint64]:
     """The 64-bit number in the last two words of cells, the lower one first."""
     low, high = (cells[:, 1], cells[:, 2]) if sys.byteorder == "little" else (cells[:, 2], cells[:, 1])
-    wide: npt.NDArray[np.uint64] = low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
-    return wide
+    return low.astype(np.uint64) | (high.astype(np.uint64) << np.uint64(32))
