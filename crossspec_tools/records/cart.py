@@ -35,11 +35,6 @@ class BinReport(NamedTuple):
     width: int  # nodes of its trees that are verified
 
 
-def fully_accepted(rounds: Rounds, depth: int) -> torch.Tensor:
-    """bool [M]: whether a round's accepted path reaches the last of ``depth`` levels."""
-    return rounds.accepted >= depth
-
-
 def fit_thresholds(
     phi: np.ndarray, rank: np.ndarray, leaf_share: float = LEAF_SHARE, levels: int = LEVELS
 ) -> tuple[float, ...]:
@@ -74,7 +69,7 @@ def calibrate(
     the surest bin adds; None: half the tree's depth, rounded up (section 5.3). ``made``: what the file says of itself.
     """
     tree, keep = rounds.facts.tree, ~rounds.phi.isnan()
-    full = fully_accepted(rounds, tree.depth) & keep
+    full = (rounds.accepted >= tree.depth) & keep
     if int(full.sum()) < 2 * MIN_LEAF:
         raise ValueError(
             f"{int(full.sum())} of {counted(len(full), 'round')} accepted a path down to level {tree.depth}, and bins "
@@ -119,7 +114,7 @@ def bins_of(phi: torch.Tensor, thresholds: tuple[float, ...]) -> torch.Tensor:
 def report(rounds: Rounds, calibration: Calibration) -> list[BinReport]:
     """How every bin did."""
     policy = calibration.policy()
-    bins, full = bins_of(rounds.phi, calibration.thresholds), fully_accepted(rounds, calibration.tree.depth)
+    bins, full = bins_of(rounds.phi, calibration.thresholds), rounds.accepted >= calibration.tree.depth
     within = rounds.accepted_within(torch.tensor(policy.widths)[bins])
     edges = (-math.inf, *calibration.thresholds, math.inf)
     rows = []

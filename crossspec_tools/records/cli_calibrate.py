@@ -47,23 +47,6 @@ app = App(
 )
 app.command("router")(router.calibrate)
 
-DynamicSpec = Annotated[
-    str | None,
-    Option(
-        "--spec",
-        "--speculative-config",
-        help="What --speculative-config takes, or a file with it: one drafter with a `dynamic` tree, without "
-        f"`adaptive`. Default: the demo's {DEFAULT_METHOD}.",
-    ),
-]
-RoundsFolder = Annotated[
-    Path | None,
-    Option(help="Fit to what was collected in this folder before, without an engine; the rest is not used."),
-]
-SideBySide = Annotated[
-    int, Option("--engines", "--workers", min=1, help="Engines side by side; more than one run on Ray.")
-]
-
 
 @app.command(
     "heterospec",
@@ -75,8 +58,19 @@ def heterospec(
     *,
     out: Annotated[Path, Option(help="File of the calibration, for `adaptive.model`.")],
     answers: options.Answers,
-    spec: DynamicSpec = None,
-    records: RoundsFolder = None,
+    spec: Annotated[
+        str | None,
+        Option(
+            "--spec",
+            "--speculative-config",
+            help="What --speculative-config takes, or a file with it: one drafter with a `dynamic` tree, without "
+            f"`adaptive`. Default: the demo's {DEFAULT_METHOD}.",
+        ),
+    ] = None,
+    records: Annotated[
+        Path | None,
+        Option(help="Fit to what was collected in this folder before, without an engine; the rest is not used."),
+    ] = None,
     alpha: Annotated[
         int | None, Option(min=0, max=32, help="Levels that the surest trees grow. Default: half the depth.")
     ] = None,
@@ -92,7 +86,6 @@ def heterospec(
     cap: Annotated[
         bool,
         Option(
-            "--cap/--no-cap",
             help="No bin is given more nodes than num_nodes. The paper adds a bin's levels to its nodes, so that its "
             "third bin has more: buffers then are for those.",
         ),
@@ -108,7 +101,9 @@ def heterospec(
     ] = LEAF_SHARE,
     temperature: Annotated[float, Option(min=0.0, help="0 is greedy, as in the paper.")] = 0.0,
     batch_size: options.EngineBatch = 16,
-    engines: SideBySide = 1,
+    engines: Annotated[
+        int, Option("--engines", "--workers", min=1, help="Engines side by side; more than one run on Ray.")
+    ] = 1,
     engine: options.EngineOptions,
     picture: Annotated[bool, Option("--picture", help="Draw the bins into a .png beside the file.")] = False,
 ) -> None:

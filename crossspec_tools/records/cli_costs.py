@@ -35,9 +35,8 @@ def costs(
     options.check_file("--out", out)
     speculative = {**drafters_of(spec), "router": {"policy": "goodput"}}
     check_job(model, spec, speculative)
-    arguments = make_job(out, model, speculative, engine, batch_size)["engine"]
     job = {
-        "engine": arguments,
+        "engine": make_job(out, model, speculative, engine, batch_size)["engine"],
         "groups": [],  # nothing is asked
         "chat": None,
         "sampling": {"max_tokens": 1},

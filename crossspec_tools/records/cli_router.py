@@ -30,7 +30,6 @@ RouterOption = Annotated[Path | None, Option(help="Folder of a router that `cros
 CorrectOption = Annotated[
     bool,
     Option(
-        "--correct/--no-correct",
         help="Correct what the router predicts by what a text's own rounds brought, as a server does unless its router "
         'has "correct": false.',
     ),
@@ -50,8 +49,7 @@ class CostOptions(NamedTuple):
         ),
     ] = None
     seconds: Annotated[
-        str | None,
-        Option("--seconds", help="Instead of --costs: comma-separated seconds of a round with each drafter."),
+        str | None, Option(help="Instead of --costs: comma-separated seconds of a round with each drafter.")
     ] = None
     switch_seconds: Annotated[
         str | None, Option("--switch-seconds", help="With --seconds: seconds of a switch to each drafter. Default 0.")
@@ -106,7 +104,7 @@ def calibrate(
     if policy == "neural" and router is None:
         raise ValueError("--policy neural needs --router, a folder that `crossspec train router` wrote")
     _check_outputs(json_file, picture)
-    loaded = _load(records, drafters, router, costs, correct)
+    loaded = load([records], drafters, router, costs, correct)
     from crossspec_tools.train import calibration
     from crossspec_tools.train.router import trajectories
 
@@ -139,10 +137,9 @@ def calibrate(
         draw_calibration(found, names, policy, loaded.value.name, picture)
     content = {
         "policy": policy,
-        "grid": found.grid,
+        **found._asdict(),
         "by_category": {name: one._asdict() for name, one in found.by_category.items()},
         "overall": found.overall._asdict(),
-        "curves": found.curves,
     }
     _write_json(json_file, loaded, rows, content)
 
@@ -174,7 +171,7 @@ def oracle(
     if neural_threshold is not None and router is None:
         raise ValueError("--neural-threshold needs --router, a folder that `crossspec train router` wrote")
     _check_outputs(json_file, None)
-    loaded = _load(records, drafters, router, costs, correct)
+    loaded = load([records], drafters, router, costs, correct)
     from crossspec_tools.train import calibration
 
     rules = calibration.oracle_rules(loaded.records, loaded.value)
@@ -212,7 +209,7 @@ def trace(
     if policy == "neural" and router is None:
         raise ValueError("--policy neural needs --router, a folder that `crossspec train router` wrote")
     _check_outputs(json_file, picture)
-    loaded = _load(records, drafters, router, CostOptions(), correct)
+    loaded = load([records], drafters, router, CostOptions(), correct)
     chosen = _text(loaded.records, text, category)
     from crossspec_tools.records.simulate import oracle_token, walk
     from crossspec_tools.train.pictures import draw_trace
@@ -244,14 +241,11 @@ def trace(
 
 def show_oracles(records: Path, costs: Path | None) -> None:
     """The table of single drafters and oracles; by tokens a second, too, where costs are known."""
-    loaded = _load(records, None, None, CostOptions(costs=costs))
+    loaded = load([records], None, None, CostOptions(costs=costs))
     from crossspec_tools.train import calibration
 
     rows = calibration.table(loaded.records, calibration.oracle_rules(loaded.records, loaded.value), loaded.value)
     wide_console().print(_grid(rows, loaded))
-
-
-# -- shared pieces --------------------------------------------------------------------------------------------
 
 
 def _check_outputs(json_file: Path | None, picture: Path | None) -> None:
@@ -261,21 +255,23 @@ def _check_outputs(json_file: Path | None, picture: Path | None) -> None:
     check_file("--picture", picture)
 
 
-def _load(folder: Path, drafters: str | None, router: Path | None, flags: CostOptions, correct: bool = True) -> Loaded:
+def load(
+    folders: Sequence[Path], drafters: str | None, router: Path | None, flags: CostOptions, correct: bool = True
+) -> Loaded:
     """Records, what is to be most, and the trained router. Raises ValueError where they do not fit each other."""
     from crossspec_tools.records.simulate import Value
-    from crossspec_tools.train.records import choose_drafters, read_records
+    from crossspec_tools.train.records import choose_drafters, read_all_records
     from vllm_crossspec.routing.checkpoint import read_router
 
-    records = read_records(folder)
+    records = read_all_records(folders)
     if drafters is not None:
         records = choose_drafters(records, name_list(drafters))
     facts = records.facts
-    costs = round_costs(flags, facts.drafters)
+    value = Value(round_costs(flags, facts.drafters), flags.batch_size)
     checkpoint = None
     if router is not None:
         checkpoint = read_router(router, hidden_size=facts.hidden_size, drafters=facts.drafters, key="--router")
-    return Loaded(records, Value(costs, flags.batch_size), checkpoint, correct)
+    return Loaded(records, value, checkpoint, correct)
 
 
 def round_costs(flags: CostOptions, drafters: Sequence[str]) -> "RoundCosts | None":

@@ -97,9 +97,6 @@ def _deepest(parents: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
     return depths.amax(dim=1)
 
 
-# -- files ----------------------------------------------------------------------------------------------------
-
-
 def _facts(found: Sequence[Mapping[str, Any]]) -> RoundsFacts:
     target, drafter, tree = found
     return RoundsFacts(Identity(**target), Identity(**drafter), TreeShape(**tree))

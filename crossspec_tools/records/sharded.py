@@ -88,7 +88,7 @@ def _on_ray(work: Work, job: dict[str, Any], missing: Sequence[Shard], engines: 
     with ray_connected() as ray:
         task = ray.remote(
             num_cpus=1,
-            num_gpus=(job["engine"]["tensor_parallel_size"] or 1) if ray.cluster_resources().get("GPU") else 0,
+            num_gpus=(job["engine"].get("tensor_parallel_size") or 1) if ray.cluster_resources().get("GPU") else 0,
             num_returns="streaming",
             max_retries=RETRIES,
             retry_exceptions=[EngineError],

@@ -110,9 +110,6 @@ def walk(
     return Outcome(ends - starts, rounds, switches)
 
 
-# -- rules ----------------------------------------------------------------------------------------------------
-
-
 def by_record(routes: torch.Tensor) -> Rule:
     """A rule that was worked out beforehand: int64 [M] drafter of every record."""
     return lambda at, before: routes[at]
@@ -173,19 +170,6 @@ def by_corrected_gain(
     return rule
 
 
-def by_group(rules: Sequence[Rule], group_of: torch.Tensor) -> Rule:
-    """Each record by the rule of its group; ``group_of``: int64 [M] numbers of groups."""
-
-    def rule(at: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-        drafters = torch.empty_like(at)
-        for number, of_group in enumerate(rules):
-            mine = group_of[at] == number
-            drafters[mine] = of_group(at[mine], before[mine])
-        return drafters
-
-    return rule
-
-
 class Signal(NamedTuple):
     """What a policy with thresholds goes by."""
 
@@ -241,9 +225,6 @@ def by_experience(
             learned.learn([Round(text, before, steps[at][before], uncertain[at], *awaited)])
             at += steps[at][before]
     return by_record(routes)
-
-
-# -- oracles --------------------------------------------------------------------------------------------------
 
 
 class Value(NamedTuple):

@@ -52,9 +52,9 @@ class Row(NamedTuple):
 
 def groups_of(records: Records) -> dict[str, list[int]]:
     """Text indices by category."""
-    groups: dict[str, list[int]] = {category: [] for category in records.categories}
+    groups: dict[str, list[int]] = {}
     for index, text in enumerate(records.texts):
-        groups[text.category].append(index)
+        groups.setdefault(text.category, []).append(index)
     return groups
 
 
@@ -132,9 +132,17 @@ def oracle_rules(records: Records, value: Value) -> dict[str, Rule]:
 def rule_by_category(records: Records, signal: Signal, found: Calibration) -> Rule:
     """The policy with every category's own thresholds, for one walk."""
     paths, groups = trajectories(records), groups_of(records)
-    group_of_text = torch.tensor([list(groups).index(text.category) for text in records.texts])
+    group_of = torch.tensor([list(groups).index(text.category) for text in records.texts])[paths.text_of]
     rules = [signal.rule(paths, found.by_category[category].thresholds) for category in groups]
-    return simulate.by_group(rules, group_of_text[paths.text_of])
+
+    def rule(at: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+        drafters = torch.empty_like(at)
+        for number, of_group in enumerate(rules):
+            mine = group_of[at] == number
+            drafters[mine] = of_group(at[mine], before[mine])
+        return drafters
+
+    return rule
 
 
 def goodput_rule(records: Records, value: Value, turns: Sequence[int] | None = None) -> Rule:

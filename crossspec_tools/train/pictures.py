@@ -4,7 +4,6 @@ from pathlib import Path
 
 import torch
 
-from crossspec_tools.records.cart import fully_accepted
 from crossspec_tools.records.rounds import Rounds
 from crossspec_tools.train.calibration import OVERALL, Calibration
 from crossspec_tools.train.loop import picture
@@ -28,7 +27,7 @@ def draw_calibration(found: Calibration, drafters: tuple[str, ...], policy: str,
 
 def draw_bins(rounds: Rounds, bins: BinCalibration, path: Path) -> None:
     """Phi against the terminal confidence rank of fully accepted paths (HeteroSpec's figure 4), and accepted tokens."""
-    full = fully_accepted(rounds, bins.tree.depth)
+    full = rounds.accepted >= bins.tree.depth
     with picture(path, 2, 1, figsize=(8, 6), sharex=True) as (above, below):
         above.scatter(rounds.phi[full], rounds.rank[full], s=5, alpha=0.4, color="tab:blue")
         above.set_ylabel("terminal confidence rank\n(fully accepted paths)")

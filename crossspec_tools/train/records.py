@@ -185,9 +185,6 @@ def _following(
     return truth, length[numbers] - 1 - positions
 
 
-# -- files ----------------------------------------------------------------------------------------------------
-
-
 def _facts(found: Mapping[str, Any]) -> Facts:
     return Facts(found["model"], found["hidden_size"], tuple(found["drafters"]), tuple(found["depths"]))
 

@@ -24,8 +24,6 @@ from vllm_crossspec.routing.checkpoint import EntropyGain, RouterCheckpoint, Rou
 Progress = Callable[[int, int, float | None], None]
 """Called with optimizer steps done, of how many, and the held-out error where it was just measured."""
 
-OnEpoch = Callable[["RouterNet"], None]
-"""Called with the network after every epoch."""
 
 POOL_ROWS = 1 << 18
 """Records whose hidden states are in memory together and are shuffled among each other."""
@@ -55,13 +53,6 @@ class Report(NamedTuple):
     def has_learned(self) -> bool:
         """Whether it predicts any gain better than its mean does, and methods differ at all."""
         return max(self.r2) > 0 and len({round(length, 3) for length in self.lengths.values()}) > 1
-
-
-class Lessons(NamedTuple):
-    """Records to learn from."""
-
-    rows: torch.Tensor  # bool [M]
-    weights: torch.Tensor  # float32 [M], 1 on the average of the rows
 
 
 class Carried(NamedTuple):
@@ -108,10 +99,7 @@ def split_texts(records: Records, share: float, seed: int) -> Split:
         raise ValueError(f"too few texts to hold out {held}: {len(prompts)}; collect more, or lower --held-out")
     order = torch.randperm(len(prompts), generator=torch.Generator().manual_seed(seed)).tolist()
     chosen = {prompts[index] for index in order[:held]}
-    parts: tuple[list[Text], list[Text]] = ([], [])
-    for text in records.texts:
-        parts[text.number in chosen].append(text)
-    return Split(tuple(parts[0]), tuple(parts[1]))
+    return Split(*(tuple(t for t in records.texts if (t.number in chosen) == held) for held in (False, True)))
 
 
 def trajectories(records: Records, texts: Sequence[Text] | None = None) -> Trajectories:
@@ -138,7 +126,7 @@ def gains_of(records: Records) -> torch.Tensor:
 def train_router(
     records: Records,
     config: RouterConfig,
-    progress: Progress | None = None,
+    progress: Progress = lambda *told: None,
     value: Value | None = None,
     carried: Carried | None = None,
     correct: bool = True,
@@ -175,31 +163,35 @@ def train_router(
     return checkpoint, _report(records, split, gains, facts, value or Value(), correct)
 
 
-def lessons_of(records: Records, texts: Sequence[Text], weighting: str) -> Lessons:
-    """What there is to learn from some texts. Raises ValueError: too few records."""
+def lessons_of(records: Records, texts: Sequence[Text], weighting: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """What there is to learn from some texts: bool [M] records, float32 [M] weights, 1 on their average.
+
+    Raises ValueError: too few records.
+    """
     rows = rows_of(records, texts) & records.is_complete
     if int(rows.sum()) < 2:
         raise ValueError("there are no records far enough from their text's end to learn from; collect longer answers")
     if weighting == "uniform":
-        return Lessons(rows, torch.ones(len(rows)))
+        return rows, torch.ones(len(rows))
     weights = simulate.visits(trajectories(records, texts)).float()
-    return Lessons(rows, weights / weights[rows].mean())
+    return rows, weights / weights[rows].mean()
 
 
 @torch.random.fork_rng(devices=[])
 def fit(
     records: Records,
     split: Split,
-    lessons: Lessons,
+    lessons: tuple[torch.Tensor, torch.Tensor],
     config: RouterConfig,
-    progress: Progress | None = None,
+    progress: Progress = lambda *told: None,
     *,
     epochs: int | None = None,
-    on_epoch: OnEpoch | None = None,
+    on_epoch: Callable[[RouterNet], None] = lambda net: None,
 ) -> RouterNet:
     """A network that has learned the gains from ``lessons``; ``config.patience`` goes by ``split``'s held-out texts.
 
     ``epochs``: end after so many, on the schedule of ``config.epochs``; None: the end, or what ``patience`` says.
+    ``on_epoch`` is called with the network after every epoch.
     """
     torch.manual_seed(config.seed)
     rows, weights = lessons
@@ -222,15 +214,12 @@ def fit(
             optimizer.step()
             schedule.step()
             done += 1
-            if progress is not None:
-                progress(done, total, None)
-        if on_epoch is not None:
-            on_epoch(net.eval())
+            progress(done, total, None)
+        on_epoch(net.eval())
         if not config.patience or epochs or not held.any():
             continue
         error_now = float((predicted_gains(records, net.eval(), held) - targets[held]).square().mean())
-        if progress is not None:
-            progress(done, total, error_now)
+        progress(done, total, error_now)
         waited = 0 if error_now < best_error else waited + 1
         if not waited:
             best, best_error = copy.deepcopy(net.state_dict()), error_now

@@ -59,7 +59,7 @@ def leave_kinds_out(
     config: RouterConfig,
     value: Value,
     points: int = 41,
-    progress: Progress | None = None,
+    progress: Progress = lambda *told: None,
     correct: bool = True,
 ) -> Transfer:
     """Train a network without each kind, and find what is best for the one that fares worst.
@@ -86,42 +86,46 @@ def leave_kinds_out(
             )
     by_epoch = torch.zeros(config.epochs, *targets.shape)  # [E, M, N - 1]
     for number, texts in enumerate(groups.values()):
-        _learn_without(records, texts, config, by_epoch, _shared(progress, number, len(groups)))
+
+        def note(done: int, total: int, error: float | None, number: int = number) -> None:
+            progress(number * total + done, len(groups) * total, error)
+
+        _learn_without(records, texts, config, by_epoch, note)
     errors = [
         max(1 - min(explained(gains[rows & complete], targets[rows & complete])) for rows in of_kind.values())
         for gains in by_epoch
     ]
     best = errors.index(min(errors))
     gains = by_epoch[best].clone()
-    even = _even(records, value)
-    judge = _Judge(records, gains, even, value, points, correct)
+    judge = _Judge(records, gains, value, points, correct)
     thresholds = judge.best_for(groups)
     kinds = {
         kind: judge.kind(kind, thresholds, explained(gains[rows & complete], targets[rows & complete]))
         for kind, rows in of_kind.items()
     }
-    margins = tuple(threshold - zero for threshold, zero in zip(thresholds, even, strict=True))
+    margins = tuple(threshold - zero for threshold, zero in zip(thresholds, judge.even, strict=True))
     return Transfer(Carried(best + 1, margins), thresholds, kinds, gains)
 
 
 class _Judge:
     """What thresholds are worth to kinds that the router has not seen.
 
-    Args:
-        gains: [M, N - 1] predicted.
-        even: [N - 1] tokens at which each drafter breaks even.
+    ``gains``: [M, N - 1] predicted. ``even``: [N - 1] tokens at which each drafter breaks even with the reference, from
+    the costs alone.
     """
 
-    def __init__(
-        self, records: Records, gains: torch.Tensor, even: Sequence[float], value: Value, points: int, correct: bool
-    ):
+    def __init__(self, records: Records, gains: torch.Tensor, value: Value, points: int, correct: bool):
         self._value, self._groups, self._names = value, groups_of(records), records.facts.drafters
         self._paths = trajectories(records)
         alone = [simulate.walk(self._paths, simulate.always(drafter)) for drafter in range(len(self._names))]
         self._singles = {kind: [value(one.of(texts)) for one in alone] for kind, texts in self._groups.items()}
         self._oracle = simulate.walk(self._paths, simulate.oracle_token(self._paths, value))
         self._signal = Signal("neural", gains, _usual_elsewhere(alone, self._groups) if correct else None)
-        self._grid = [sorted({*grid_of(column, points), zero}) for column, zero in zip(gains.T, even, strict=True)]
+        self.even: tuple[float, ...] = (0.0,) * gains.shape[1]
+        if value.costs is not None:
+            seconds = value.costs.round_seconds(value.costs.row(value.batch_size))
+            self.even = break_even(seconds, alone[-1].acceptance_length)
+        self._grid = [sorted({*grid_of(column, points), zero}) for column, zero in zip(gains.T, self.even, strict=True)]
         self._known: dict[tuple[float, ...], dict[str, float]] = {}
 
     def worth(self, thresholds: tuple[float, ...]) -> dict[str, float]:
@@ -154,7 +158,7 @@ class _Judge:
 
 
 def _learn_without(
-    records: Records, texts: list[int], config: RouterConfig, by_epoch: torch.Tensor, progress: Progress | None
+    records: Records, texts: list[int], config: RouterConfig, by_epoch: torch.Tensor, progress: Progress
 ) -> None:
     """Write what a network predicts of some texts into ``by_epoch`` [E, M, N - 1]; it learns from all others."""
     chosen = set(texts)
@@ -175,20 +179,3 @@ def _usual_elsewhere(alone: Sequence[Outcome], groups: Mapping[str, Sequence[int
         others = [text for other, own in groups.items() if other != kind for text in own]
         usual[list(texts)] = torch.tensor([one.of(others).acceptance_length for one in alone])
     return usual
-
-
-def _even(records: Records, value: Value) -> tuple[float, ...]:
-    """[N - 1] tokens at which each drafter breaks even with the reference, from the costs alone."""
-    others = len(records.facts.drafters) - 1
-    if value.costs is None:
-        return (0.0,) * others
-    paths = trajectories(records)
-    length = simulate.walk(paths, simulate.always(others)).acceptance_length
-    return break_even(value.costs.round_seconds(value.costs.row(value.batch_size)), length)
-
-
-def _shared(progress: Progress | None, number: int, count: int) -> Progress | None:
-    """Steps of one of several equal runs as steps of all."""
-    if progress is None:
-        return None
-    return lambda done, total, error: progress(number * total + done, count * total, error)

@@ -363,7 +363,7 @@ def granularity(options: Namespace) -> list[Figures]:
     """How much regression trees of 4, 5 and 6 layers agree with 3 on what is of low entropy."""
     records = of_options(options)
     rounds = base_rounds(records, np.ones(len(records.counts), dtype=bool))
-    full = cart.fully_accepted(rounds, records.facts.tree.depth).numpy()
+    full = (rounds.accepted >= records.facts.tree.depth).numpy()
     phi, rank, text = (part.numpy()[full] for part in (rounds.phi, rounds.rank, rounds.text))
     draws = np.random.default_rng(0).integers(0, len(records.counts), (SAMPLES, len(records.counts)))
     of_text = [np.flatnonzero(text == number) for number in range(len(records.counts))]
