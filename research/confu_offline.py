@@ -17,8 +17,7 @@ from intervals import Walk
 from texts import POCKET, accepted, add_target, empty_tree, open_target, read_texts, shortest_first
 
 from crossspec_tools.train.blocks import rotate
-from crossspec_tools.train.confu import ConfuDrafter
-from crossspec_tools.train.confu_head_states import load_confu
+from crossspec_tools.train.confu import ConfuDrafter, load_confu
 from crossspec_tools.train.eagle3 import Eagle3Drafter, read_start
 from crossspec_tools.train.generations import Generation, collate
 from crossspec_tools.train.recipes import Eagle3Config

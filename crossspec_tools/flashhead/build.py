@@ -50,7 +50,7 @@ def cluster(
     cluster_size: int = 16,
     iterations: int = 12,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = lambda *told: None,
 ) -> Clustering:
     """Cluster the rows of an output embedding into groups of one size.
 
@@ -75,8 +75,7 @@ def cluster(
     first = torch.randperm(vocab_size, generator=torch.Generator().manual_seed(seed))[:num_clusters]
     centroids, before = units[first.to(units.device)], -1.0
     for done in range(1, iterations + 1):
-        tell = partial(_tell, progress, f"iteration {done} of {iterations}")
-        assignments = _assign(units, centroids, cluster_size, tell)
+        assignments = _assign(units, centroids, cluster_size, partial(progress, f"iteration {done} of {iterations}"))
         members = assignments.argsort(stable=True)
         # Sums of gathered rows, not scattered additions: those come in another order on every GPU run.
         means = units[members].view(num_clusters, cluster_size, -1).sum(dim=1)
@@ -93,11 +92,6 @@ def cluster(
     return Clustering(centroids.cpu(), assignments.cpu(), cosine, done)
 
 
-def _tell(progress: Progress | None, stage: str, done: int, total: int) -> None:
-    if progress is not None:
-        progress(stage, done, total)
-
-
 def _assign(
     units: torch.Tensor, centroids: torch.Tensor, cluster_size: int, tell: Callable[[int, int], None]
 ) -> torch.Tensor:
@@ -108,9 +102,7 @@ def _assign(
     waiting = torch.arange(num_tokens, device=units.device)
     while len(waiting):
         open_clusters = (left > 0).nonzero()[:, 0]
-        values, places = _nearest(
-            units, waiting, centroids[open_clusters], tell if len(waiting) == num_tokens else None
-        )
+        values, places = _nearest(units, waiting, centroids[open_clusters], tell)
         taken = match(values, places, left[open_clusters])
         served = taken >= 0
         assignments[waiting[served]] = open_clusters[taken[served]]
@@ -120,19 +112,17 @@ def _assign(
 
 
 def _nearest(
-    units: torch.Tensor, tokens: torch.Tensor, centroids: torch.Tensor, tell: Callable[[int, int], None] | None
+    units: torch.Tensor, tokens: torch.Tensor, centroids: torch.Tensor, tell: Callable[[int, int], None]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and places [tokens, T] of each token's nearest centroids, falling."""
-    most = min(_LIST, len(centroids))
+    """Cosines and places [tokens, T] of each token's nearest centroids, falling. A pass over all tokens is told of."""
     rows = max(1, _BLOCK_ELEMENTS // max(len(centroids), units.shape[1]))
-    values = torch.empty(len(tokens), most, device=units.device)
-    places = torch.empty(len(tokens), most, dtype=torch.int64, device=units.device)
-    for begin in range(0, len(tokens), rows):
-        part = slice(begin, begin + rows)
-        found = (units[tokens[part]] @ centroids.t()).topk(most, dim=1)
-        values[part], places[part] = found.values, found.indices
-        if tell is not None:
-            tell(min(begin + rows, len(tokens)), len(tokens))
+    found, done = [], 0
+    for part in tokens.split(rows):
+        found.append((units[part] @ centroids.t()).topk(min(_LIST, len(centroids)), dim=1))
+        done += len(part)
+        if len(tokens) == len(units):
+            tell(done, len(tokens))
+    values, places = map(torch.cat, zip(*found, strict=True))
     return values, places
 
 
@@ -161,6 +151,4 @@ def match(values: torch.Tensor, places: torch.Tensor, room: torch.Tensor) -> tor
         if not len(turned_away):
             break
         asked[turned_away] += 1
-    kept = torch.full((num_tokens,), -1, dtype=torch.int64, device=values.device)
-    kept[asking] = wanted
-    return kept
+    return torch.full_like(asked, -1).index_copy(0, asking, wanted)

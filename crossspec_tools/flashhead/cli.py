@@ -45,13 +45,7 @@ TargetOption = Annotated[
     Path | None,
     Option(help="Of a drafter that reads a target's states (EAGLE-3, ConFu): its target, for special ids and recall."),
 ]
-SpecialOption = Annotated[
-    str | None,
-    Option(
-        help="Comma-separated ids that are always candidates (of a drafter: the target's ids). Default: "
-        "the model's own, or the --target's."
-    ),
-]
+
 NewTokensOption = Annotated[int, Option(min=1, help="Most tokens of an answer.")]
 DeviceOption = Annotated[str, Option(help="auto, cpu or cuda.")]
 
@@ -66,7 +60,13 @@ def build(
     probes: Annotated[
         int | None, Option(help="Clusters to probe by default. Default: as --recall finds, else a 16th of them.")
     ] = None,
-    special: SpecialOption = None,
+    special: Annotated[
+        str | None,
+        Option(
+            help="Comma-separated ids that are always candidates (of a drafter: the target's ids). Default: "
+            "the model's own, or the --target's."
+        ),
+    ] = None,
     recall: Annotated[
         float | None,
         Option(help="Probe as many clusters as find this share of the dense head's tokens, 0.99 for example."),
@@ -169,9 +169,6 @@ def recall(
     write_json(json_file, {"states": len(ranks), "rows": rows})
 
 
-# -- shared pieces --------------------------------------------------------------------------------------------
-
-
 def _texts(prompts: Path, model: Path, target: Path | None) -> list[str]:
     """What to ask the model, before anything heavy starts."""
     if find_spec("transformers") is None:
@@ -213,8 +210,7 @@ def _ranks(
 ) -> "torch.Tensor":
     import torch
 
-    from crossspec_tools.flashhead.quality import rank_clusters
-    from crossspec_tools.flashhead.states import states_of
+    from crossspec_tools.flashhead.quality import rank_clusters, states_of
     from crossspec_tools.train.states import load_target
 
     answers = load_target(target or model, torch.float32, weight.device)
@@ -224,7 +220,7 @@ def _ranks(
     return rank_clusters(weight, assets, states_of(layer, answers, texts, new_tokens, report, draft))
 
 
-HEAD_STATES = {"eagle3": "crossspec_tools.train.head_states", "confu": "crossspec_tools.train.confu_head_states"}
+HEAD_STATES = {"eagle3": "crossspec_tools.train.eagle3", "confu": "crossspec_tools.train.confu"}
 """By kind of drafter, modules with ``check_drafter_format(folder)`` and ``drafting(folder, target_folder, target)``,
 which returns the drafter's output layer, and what drafts along an answer."""
 
@@ -256,10 +252,9 @@ def _special(given: str | None, model: Path, target: Path | None, vocab_size: in
 
 
 def _numbers_to_show(assets: "Assets", given: str | None) -> list[int]:
-    from crossspec_tools.flashhead.quality import usual_probes
-
-    if given is None:
-        return sorted({*usual_probes(len(assets.members)), assets.num_probes})
+    count = len(assets.members)
+    if given is None:  # powers of two, and all
+        return sorted({*(2**n for n in range(count.bit_length())), count, assets.num_probes})
     return integers("--probes", given, "whole numbers")
 
 

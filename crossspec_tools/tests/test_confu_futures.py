@@ -11,7 +11,7 @@ import pytest
 import sabotage
 import torch
 
-from crossspec_tools.train.confu_head_states import load_confu
+from crossspec_tools.train.confu import load_confu
 from crossspec_tools.train.generations import Generation
 from crossspec_tools.train.states import FrozenTarget, load_target
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers

@@ -27,9 +27,16 @@ from tiny_training import (
 from crossspec_tools.train import dflash, eagle3
 from crossspec_tools.train.dflash import train_dflash
 from crossspec_tools.train.eagle3 import Eagle3Drafter, train_eagle3
-from crossspec_tools.train.loop import LoopConfig, Trainer
+from crossspec_tools.train.loop import Trainer
 from crossspec_tools.train.muon import Float32Muon
-from crossspec_tools.train.recipes import ConfuConfig, DartConfig, DFlashConfig, DraftModelConfig, Eagle3Config
+from crossspec_tools.train.recipes import (
+    ConfuConfig,
+    DartConfig,
+    DFlashConfig,
+    DraftModelConfig,
+    Eagle3Config,
+    LoopConfig,
+)
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])

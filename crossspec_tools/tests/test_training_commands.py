@@ -15,8 +15,7 @@ from crossspec_tools.train.draft_model import train_draft_model
 from crossspec_tools.train.eagle3 import train_eagle3
 from crossspec_tools.train.generate import generate
 from crossspec_tools.train.generations import Generation, write_shard
-from crossspec_tools.train.loop import LoopConfig
-from crossspec_tools.train.recipes import DFlashConfig, Eagle3Config
+from crossspec_tools.train.recipes import DFlashConfig, Eagle3Config, LoopConfig
 
 
 @pytest.mark.parametrize("train, config", TRAINERS.values(), ids=TRAINERS)

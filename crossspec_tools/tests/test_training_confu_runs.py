@@ -41,8 +41,7 @@ from crossspec_tools.train.confu import train_confu
 from crossspec_tools.train.drafter_run import offline_acceptance
 from crossspec_tools.train.eagle3 import train_eagle3
 from crossspec_tools.train.generations import Generation, read_generations, write_shard
-from crossspec_tools.train.loop import LoopConfig
-from crossspec_tools.train.recipes import ConfuConfig, options_of
+from crossspec_tools.train.recipes import ConfuConfig, LoopConfig, options_of
 from vllm_crossspec.drafters.confu.checkpoint import ConfuShape, check_target, read_shape
 from vllm_crossspec.kinds.checkpoint import check_drafter, read_config
 from vllm_crossspec.kinds.identity import Target

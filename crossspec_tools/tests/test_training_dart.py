@@ -32,8 +32,7 @@ from crossspec_tools.train.blocks import draft_attention, rotate
 from crossspec_tools.train.cli import app as train_app
 from crossspec_tools.train.dart import DartDrafter, dart_loss, flex_draft_attention, train_dart
 from crossspec_tools.train.generations import Generation, collate, read_generations, write_shard
-from crossspec_tools.train.loop import LoopConfig
-from crossspec_tools.train.recipes import DartConfig
+from crossspec_tools.train.recipes import DartConfig, LoopConfig
 from crossspec_tools.train.states import States
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
 

@@ -9,10 +9,10 @@ from tiny_training import RESPONSES, VOCAB, random_rows
 from transformers import AutoTokenizer
 
 from crossspec_tools.records.sharded import run_missing
-from crossspec_tools.train.data import CHAT_TEMPLATE
 from crossspec_tools.train.generate import GENERATE, generate, plan
 from crossspec_tools.train.generations import collate, generation_batches, read_generations, sample_anchors
 from crossspec_tools.train.states import load_target
+from crossspec_tools.train.target import CHAT_TEMPLATE
 
 SYSTEM = "<|im_start|>system\nBe short.<|im_end|>\n"
 

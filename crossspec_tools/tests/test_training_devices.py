@@ -6,10 +6,11 @@ from tiny_training import DART, DEPTH, DFLASH, EAGLE3, HIDDEN, TRAINERS, frozen_
 
 from crossspec_tools.devices import choose_device
 from crossspec_tools.train.dart import DartDrafter
-from crossspec_tools.train.dflash import DFlashDrafter, mask_blocks
+from crossspec_tools.train.dflash import DFlashDrafter
 from crossspec_tools.train.eagle3 import Eagle3Drafter
 from crossspec_tools.train.generations import Batch, sample_anchors
-from crossspec_tools.train.loop import LoopConfig, Trainer
+from crossspec_tools.train.loop import Trainer
+from crossspec_tools.train.recipes import LoopConfig
 from crossspec_tools.train.states import States
 
 
@@ -42,8 +43,8 @@ def _eagle3(target, states, tokens, anchors):
 
 
 def _dflash(target, states, tokens, anchors):
-    block = mask_blocks(tokens, anchors, target.embedding.to(META), 4, mask_id=3)
-    return DFlashDrafter(DFLASH, target.config, seed=0).to(META)(states, block, anchors)
+    model = DFlashDrafter(DFLASH, target.config, mask_id=3, seed=0).to(META)
+    return model(states, tokens, target.embedding.to(META), anchors)
 
 
 def _dart(target, states, tokens, anchors):

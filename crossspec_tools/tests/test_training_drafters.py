@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from crossspec_tools.train import dflash, eagle3
 from crossspec_tools.train.acceptance import measure
 from crossspec_tools.train.blocks import draft_attention
-from crossspec_tools.train.dflash import DFlashDrafter, mask_blocks
+from crossspec_tools.train.dflash import DFlashDrafter
 from crossspec_tools.train.eagle3 import Eagle3Drafter
 from crossspec_tools.train.generations import Generation, collate
 from crossspec_tools.train.states import FrozenTarget
@@ -144,13 +144,14 @@ def test_eagle3_unrolled_for_training_equals_an_engines_chain(target_folder):
 def test_dflash_blocks_of_training_equal_an_engines_block(target_folder):
     ids = dflash.target_layer_ids(DEPTH, DFLASH.num_target_layers)
     target = frozen_target(target_folder, [i + 1 for i in ids])
-    model = DFlashDrafter(DFLASH, target.config, seed=0)
+    mask_id = 3
+    model = DFlashDrafter(DFLASH, target.config, mask_id, seed=0)
     scramble(model)
-    w, mask_id = dict(model.state_dict()), 3
+    w = dict(model.state_dict())
     batch = collate(random_rows(3, seed=6))
     anchors = torch.stack([batch.starts, batch.ends - 2], dim=1)
-    block = mask_blocks(batch.tokens, anchors, target.embedding, DFLASH.block_size, mask_id)
-    got = F.linear(model(target.states(batch.tokens), block, anchors), target.head).argmax(-1)
+    states = target.states(batch.tokens)
+    got = F.linear(model(states, batch.tokens, target.embedding, anchors), target.head).argmax(-1)
     for row in range(3):
         for column in range(2):
             place = anchors[row, column].item()

@@ -20,8 +20,8 @@ from crossspec_tools.train import progress
 from crossspec_tools.train.acceptance import report
 from crossspec_tools.train.cli import app as train_app
 from crossspec_tools.train.generations import write_shard
-from crossspec_tools.train.loop import LoopConfig, Trainer
-from crossspec_tools.train.recipes import ConfuConfig, DartConfig, Eagle3Config
+from crossspec_tools.train.loop import Trainer
+from crossspec_tools.train.recipes import ConfuConfig, DartConfig, Eagle3Config, LoopConfig
 from crossspec_tools.train.stopping import Stopped, stoppable
 from vllm_crossspec.config.parse import parse
 

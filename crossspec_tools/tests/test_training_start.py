@@ -13,7 +13,7 @@ from transformers import AutoConfig
 
 from crossspec_tools.train.blocks import write_drafter
 from crossspec_tools.train.dflash import DFlashDrafter, begin_as, checkpoint, read_start, train_dflash
-from crossspec_tools.train.loop import LoopConfig
+from crossspec_tools.train.recipes import LoopConfig
 from crossspec_tools.train.states import States
 
 MASK_ID = 3
@@ -30,14 +30,14 @@ def target(target_folder):
 @pytest.fixture(scope="module")
 def start(tmp_path_factory, target):
     """Two layers of random weights, the norms' too."""
-    model = DFlashDrafter(DFLASH, target, seed=1)
+    model = DFlashDrafter(DFLASH, target, MASK_ID, seed=1)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in model.parameters():
             noise = 0.3 * torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + noise if parameter.ndim == 1 else noise)
     folder = tmp_path_factory.mktemp("dflash") / "model"
-    write_drafter(folder, *checkpoint(model, DFLASH, target, MASK_ID))
+    write_drafter(folder, *checkpoint(model, DFLASH, target))
     return folder
 
 
@@ -49,13 +49,14 @@ def start(tmp_path_factory, target):
 @torch.no_grad()
 def test_more_layers_begin_as_the_same_drafter(start, target, num_layers, block_size):
     config = replace(DFLASH, start=str(start), num_layers=num_layers, block_size=block_size)
-    model, old = (DFlashDrafter(c, target, seed=7) for c in (config, DFLASH))
+    model, old = (DFlashDrafter(c, target, MASK_ID, seed=7) for c in (config, replace(DFLASH, block_size=block_size)))
     old.load_state_dict(load(start)[1])
     begin_as(model, read_start(config, target, MASK_ID))
     torch.manual_seed(0)
     states = States(torch.randn(2, 12, DFLASH.num_target_layers * HIDDEN), torch.empty(0))
-    block, anchors = torch.randn(2, 3, block_size, HIDDEN), torch.tensor([[0, 4, 11], [1, 1, 8]])
-    assert torch.equal(model(states, block, anchors), old(states, block, anchors))
+    tokens, embedding = torch.randint(VOCAB, (2, 12)), torch.randn(VOCAB, HIDDEN)
+    arguments = states, tokens, embedding, torch.tensor([[0, 4, 11], [1, 1, 8]])
+    assert torch.equal(model(*arguments), old(*arguments))
     for layer in model.layers[2:]:  # zero alone where it adds to the stream, or nothing would be learned
         assert all(
             x.weight.abs().max() > 0 for x in (layer.self_attn.q_proj, layer.self_attn.v_proj, layer.mlp.up_proj)

@@ -82,7 +82,7 @@ def test_an_engines_states_are_transformers(tmp_path, data, monkeypatch):
     target = frozen_target(engines.TARGET, layers)
     live = [target.states(collate([row]).tokens) for row in rows]
     for row, states in zip(rows, live, strict=True):
-        taps, last, top = row.states.read()
+        taps, last, top = row.states()
         assert taps.dtype == last.dtype == torch.bfloat16
         _assert_rounded(taps, states.taps[0, :-1])
         _assert_rounded(last, states.last[0, :-1])
@@ -91,9 +91,9 @@ def test_an_engines_states_are_transformers(tmp_path, data, monkeypatch):
         sure = asked & (logits.topk(2).values.diff().abs()[:, 0] > 1e-3)
         assert sure.any() and torch.equal(top[sure].long(), logits.argmax(-1)[sure])
     with pytest.raises(AssertionError):
-        _assert_rounded(rows[0].states.read()[0][-8:], live[1].taps[0, -9:-1])  # states of another row
+        _assert_rounded(rows[0].states()[0][-8:], live[1].taps[0, -9:-1])  # states of another row
     with pytest.raises(AssertionError):
-        _assert_rounded(rows[0].states.read()[1][1:], live[0].last[0, :-2])  # of the token before
+        _assert_rounded(rows[0].states()[1][1:], live[0].last[0, :-2])  # of the token before
 
 
 def _assert_rounded(stored: torch.Tensor, live: torch.Tensor) -> None:
@@ -166,8 +166,8 @@ def loss_of(kind: str, target, batch) -> torch.Tensor:
         model = DartDrafter(DART, target.config, kept, seed=0)
         loss, _ = dart_loss(model, target, batch, DART, generator)
     elif kind == "dflash":
-        model = DFlashDrafter(DFLASH, target.config, seed=0)
-        loss, _ = dflash_loss(model, target, batch, DFLASH, 3, generator)
+        model = DFlashDrafter(DFLASH, target.config, mask_id=3, seed=0)
+        loss, _ = dflash_loss(model, target, batch, DFLASH, generator)
     else:
         model = build_draft_model(DRAFT_MODEL, target, seed=0)
         loss, _ = distillation_loss(model, target, batch, DRAFT_MODEL)

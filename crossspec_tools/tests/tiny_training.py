@@ -18,7 +18,6 @@ from crossspec_tools.train.draft_model import train_draft_model
 from crossspec_tools.train.eagle3 import train_eagle3
 from crossspec_tools.train.generate import generate
 from crossspec_tools.train.generations import Generation
-from crossspec_tools.train.loop import LoopConfig
 from crossspec_tools.train.recipes import (
     ConfuConfig,
     DartConfig,
@@ -26,9 +25,10 @@ from crossspec_tools.train.recipes import (
     DraftModelConfig,
     Eagle3Config,
     GenerateConfig,
+    LoopConfig,
 )
 from crossspec_tools.train.states import FrozenTarget, load_target
-from crossspec_tools.train.tokenizer import train_tokenizer
+from crossspec_tools.train.target import train_tokenizer
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM, DEPTH = 288, 32, 2, 1, 32, 8
 EAGLE3 = Eagle3Config(

@@ -42,10 +42,6 @@ def measure(rows: Sequence[Generation], draft: DraftFn, num_drafts: int, rows_pe
             while place < last:
                 rounds.setdefault(row.category, []).append(counts[place])
                 place += counts[place] + 1
-    return _summary(rounds, num_drafts)
-
-
-def _summary(rounds: dict[str, list[int]], num_drafts: int) -> dict[str, float]:
     every = [count for counts in rounds.values() for count in counts]
     if not every:
         return {}

@@ -17,16 +17,11 @@ from torch import nn
 from vllm_crossspec.files import write_json, write_tensors
 
 
-class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, computed in float32."""
-
-    def __init__(self, size: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+class RMSNorm(nn.RMSNorm):
+    """torch's norm over the last dimension, computed in float32."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+        return super().forward(x.float())
 
 
 class MLP(nn.Module):
@@ -129,11 +124,12 @@ class Drafter(nn.Module):
 class EntryDrafter(Drafter):
     """What EAGLE-3 and DART are made of, with the parameter names of their public formats.
 
-    ``kept``: int64 [draft vocabulary], the target's ids of the drafter's tokens, rising.
+    ``config``: of their training, which has the ``intermediate_size``. ``kept``: int64 [draft vocabulary], the target's
+    ids of the drafter's tokens, rising.
     """
 
-    def __init__(self, inner: int, target: Any, kept: torch.Tensor, seed: int):
-        super().__init__(inner, target)
+    def __init__(self, config: Any, target: Any, kept: torch.Tensor, seed: int):
+        super().__init__(config.intermediate_size, target)
         hidden, eps = self.shape.hidden, self.shape.eps
         self.fc = nn.Linear(3 * hidden, hidden, bias=False)
         self.midlayer = EntryLayer(self.shape)

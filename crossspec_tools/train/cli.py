@@ -9,12 +9,12 @@ from typing import Annotated, Any
 
 from typer import Option
 
-from crossspec_tools.records.cli_router import CorrectOption, CostOptions, round_costs
+from crossspec_tools.records.cli_router import CorrectOption, CostOptions, load
 from crossspec_tools.train import cli_options as shared
 from crossspec_tools.train.cli_drafters import TRAINERS
-from crossspec_tools.train.recipes import GenerateConfig, RouterConfig, options_of
+from crossspec_tools.train.recipes import GenerateConfig, LoopConfig, RouterConfig, options_of
 from crossspec_tools.train.stopping import stoppable
-from vllm_crossspec.cli.options import Engines, MemoryShare, TensorParallel, grouped, name_list
+from vllm_crossspec.cli.options import Engines, MemoryShare, TensorParallel, grouped
 from vllm_crossspec.cli.stages import grid, wide_console
 from vllm_crossspec.cli.usage import App
 from vllm_crossspec.names import counted
@@ -49,8 +49,8 @@ def train_target_command(
         list[Path] | None,
         Option(help="Folder of sources or documentation to learn from beside the rows; may be repeated."),
     ] = None,
-    steps: shared.Steps = 2200,
-    lr: shared.Rate = 3e-3,
+    steps: Annotated[int, Option(min=1, help=shared.STEPS)] = 2200,
+    lr: Annotated[float, Option(min=0.0, help=shared.RATE)] = 3e-3,
     seed: shared.Seed = 0,
     threads: shared.Threads = 0,
     resume: shared.Resume = True,
@@ -65,7 +65,6 @@ def train_target_command(
         shared.check_folder("--text", folder, "give a folder of text files")
     shared.begin(out, threads, resume)
     with stoppable(out / "state.pt", resume):
-        from crossspec_tools.train.loop import LoopConfig
         from crossspec_tools.train.target import TargetConfig, train_target
 
         loop = LoopConfig(steps=steps, lr=lr, seed=seed, save_every=55, eval_every=220)
@@ -96,7 +95,8 @@ def generate_command(
     `--state-layers` and the last, times the hidden size, a token; a shard of prompts then holds 1 GiB at most.
     """
     shared.check_folder("--data", data, "give a folder of train-*.jsonl[.gz] rows")
-    shared.check_model_folder(target)
+    shared.check_folder("--target", target, "give the Hugging Face folder of the target")
+    shared.check_target(target)
     if out.resolve() == data.resolve():
         raise ValueError(f"--out {out} is --data too; give the responses a folder of their own")
     shared.begin(out, 0, resume)
@@ -105,15 +105,8 @@ def generate_command(
 
     if recipe.dtype == "auto" and choose_device("auto").type == "cpu":
         recipe = recipe._replace(dtype="float32")
-    tokens = generate(
-        data,
-        target,
-        out,
-        GenerateConfig(**recipe._asdict()),
-        engines=engines,
-        tensor_parallel_size=tensor_parallel_size,
-        gpu_memory_utilization=gpu_memory_utilization,
-    )
+    engine = {"tensor_parallel_size": tensor_parallel_size, "gpu_memory_utilization": gpu_memory_utilization}
+    tokens = generate(data, target, out, GenerateConfig(**recipe._asdict()), engines, **engine)
     sys.stdout.write(f"{counted(tokens, 'new response token')} in {out}\n")
 
 
@@ -140,7 +133,6 @@ def train_router_command(
     transfer: Annotated[
         bool,
         Option(
-            "--transfer/--no-transfer",
             help="First leave out every category in turn: epochs and thresholds are then those that are best for the "
             "one that fares worst, and OUT/reliability.png shows predicted beside seen gains. As many trainings more.",
         ),
@@ -166,17 +158,12 @@ def train_router_command(
     with stoppable(None):
         import torch
 
-        from crossspec_tools.records.simulate import Value
-        from crossspec_tools.train.records import choose_drafters, read_all_records
         from crossspec_tools.train.router import train_router
         from vllm_crossspec.routing.checkpoint import save_router
 
         if threads:
             torch.set_num_threads(threads)
-        data = read_all_records(records)
-        if drafters is not None:
-            data = choose_drafters(data, name_list(drafters))
-        value = Value(round_costs(costs, data.facts.drafters), costs.batch_size)
+        data, value, *_ = load(records, drafters, None, costs)
         config = RouterConfig(**recipe._asdict())
         carried = _leave_kinds_out(data, config, value, out, correct) if transfer else None
         checkpoint, report = _with_bar(

@@ -54,20 +54,19 @@ class Trainer(NamedTuple):
             out: shared.Out,
             steps: Annotated[int | None, Option(min=1, show_default=f"{self.steps}", help=shared.STEPS)] = None,
             lr: Annotated[float | None, Option(min=0.0, show_default=f"{self.lr:g}", help=shared.RATE)] = None,
-            loop: shared.Loop,
+            loop: recipes.options_of(recipes.LoopConfig),  # type: ignore[valid-type]
             recipe: Any,
             machine: shared.Machine,
         ) -> None:
             config = self.config_of(recipe)
             run = self._run(steps, lr, loop, getattr(recipe, "recipe_name", "") == "paper")
             shared.check_folder("--data", lessons.data, "make it with `crossspec train generate`")
-            shared.check_model_folder(lessons.target)
+            shared.check_folder("--target", lessons.target, "give the Hugging Face folder of the target")
+            shared.check_target(lessons.target)
             shared.begin(out, machine.threads, machine.resume)
             with stoppable(out / "state.pt", machine.resume):
-                from crossspec_tools.train.loop import LoopConfig
-
                 train = getattr(import_module(f"crossspec_tools.train.{method}"), f"train_{method}")
-                train(*lessons, out, config, LoopConfig(**run, seed=machine.seed), machine.device)
+                train(*lessons, out, config, recipes.LoopConfig(**run, seed=machine.seed), machine.device)
             sys.stdout.write(f"{self.made} in {out / 'model'}\n")
             if (served := self.served(config)) is not None:
                 known = {"method": method, "model": str((out / "model").resolve())}
@@ -77,7 +76,7 @@ class Trainer(NamedTuple):
         command.__annotations__["recipe"] = recipes.options_of(self.config, self.papers is not None)
         return grouped(command)
 
-    def _run(self, steps: int | None, lr: float | None, loop: shared.Loop, is_papers: bool) -> dict[str, Any]:
+    def _run(self, steps: int | None, lr: float | None, loop: Any, is_papers: bool) -> dict[str, Any]:
         """Settings of the loop: the recipe's, and what was given in their place."""
         if steps is not None and loop.epochs is not None:
             raise ValueError(f"--steps {steps} and --epochs {loop.epochs} both say how long to train: give one of them")

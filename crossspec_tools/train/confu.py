@@ -17,25 +17,39 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.attention.flex_attention import create_block_mask
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from crossspec_tools.devices import choose_device
+from crossspec_tools.flashhead.quality import Draft
 from crossspec_tools.train import eagle3
 from crossspec_tools.train.blocks import rotate, write_drafter
 from crossspec_tools.train.drafter_run import Run, Trainee, train_drafter
-from crossspec_tools.train.eagle3 import Eagle3Drafter, read_start, unrolled_loss
+from crossspec_tools.train.eagle3 import MAPS, Eagle3Drafter, read_start, unrolled_loss
 from crossspec_tools.train.generations import Batch, at, read_generations, sample_anchors
-from crossspec_tools.train.loop import LoopConfig
-from crossspec_tools.train.recipes import ConfuConfig
+from crossspec_tools.train.recipes import ConfuConfig, LoopConfig
 from crossspec_tools.train.start import load_start
 from crossspec_tools.train.states import FrozenTarget, States, load_target, target_settings
-from vllm_crossspec.drafters.confu.checkpoint import ARCHITECTURE, MODEL_TYPE
+from vllm_crossspec.drafters.confu.checkpoint import ARCHITECTURE, MODEL_TYPE, check_target, read_shape
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
-from vllm_crossspec.kinds.identity import Identity, identify
+from vllm_crossspec.drafting.flashhead.embedding import tensor_files
+from vllm_crossspec.kinds.checkpoint import check_drafter, read_config
+from vllm_crossspec.kinds.identity import Identity, Target, identify
+from vllm_crossspec.types import TargetFacts
 
 Cache = list[tuple[torch.Tensor, torch.Tensor]]
+NAMES = frozenset(
+    (
+        *(name.replace("midlayer.", "layers.0.") for name in eagle3.NAMES),
+        *(f"soft_prompts.{x}" for x in ("keys", "values")),
+        *(f"{embed}.{x}" for embed in ("contemplate_embed", "future_embed") for x in ("router", "experts")),
+        "future_skip.weight",
+        "no_future_embed",
+    )
+)
+"""Tensors of a ConFu drafter, beside its maps of tokens."""
 
 
 class Mixture(nn.Module):
@@ -132,15 +146,10 @@ class ConfuDrafter(Eagle3Drafter):
             gates: [B, A, 3 H] concatenated states that choose the experts.
             anchors: int64 [B, A].
         """
-        prompts, num_rows = self.soft_prompts, len(anchors)
-        layers = []
-        for layer, (keys, values) in enumerate(cache):
-            soft = (prompts.keys[layer], prompts.values[layer])
-            keys, values = (
-                torch.cat([p.to(x.dtype).expand(num_rows, -1, -1, -1), x], dim=2)
-                for p, x in zip(soft, (keys, values), strict=True)
-            )
-            layers.append((keys, values))
+        prompts, num_rows, layers = self.soft_prompts, len(anchors), []
+        for *soft, own in zip(prompts.keys, prompts.values, cache, strict=True):
+            pairs = zip(soft, own, strict=True)
+            layers.append([torch.cat([p.to(x.dtype).expand(num_rows, -1, -1, -1), x], dim=2) for p, x in pairs])
         num_prompts, num_tokens = prompts.keys.shape[2], cache[0][0].shape[2]
         out = target.model.model(
             inputs_embeds=self.contemplate_embed(gates),
@@ -247,9 +256,6 @@ def confu_loss(
         return loss + config.future_loss * own_loss, figures | {"future_hit": own_hits}
 
 
-# -- the checkpoint -------------------------------------------------------------------------------------------
-
-
 def checkpoint(
     model: ConfuDrafter, config: ConfuConfig, target: Any, identity: Identity
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -300,15 +306,51 @@ def drafts(
     return torch.stack([model.kept[logits.argmax(-1)] for logits in steps], dim=-1)
 
 
-# -- a run ----------------------------------------------------------------------------------------------------
+def check_drafter_format(folder: Path, key: str = "MODEL") -> None:
+    """Raises ValueError: tensors are missing, or do not belong there."""
+    odd = sorted((set(tensor_files(folder, key)) - MAPS) ^ NAMES)
+    if odd:
+        raise ValueError(
+            f"{key} {folder} is no ConFu drafter of `crossspec train confu` ({odd[0]}); give one, or train it again"
+        )
 
 
-def _check_attends_to_all(target: Any) -> None:
-    """A sliding window would end before the soft prompts, and keeps no keys and values of the whole text."""
-    usual = "sliding_attention" if getattr(target, "sliding_window", None) else "full_attention"
-    other = sorted(set(getattr(target, "layer_types", None) or [usual]) - {"full_attention"})
-    if other:
-        raise ValueError(f"--target has layers of {other[0]}; contemplate tokens need full attention in every layer")
+def load_confu(folder: Path, target_folder: Path, config: Any, key: str) -> ConfuDrafter:
+    """A ConFu drafter as :func:`checkpoint` writes it, in float32.
+
+    Raises ValueError: no ConFu drafter, or another target's.
+    """
+    facts = TargetFacts(str(target_folder), config.hidden_size, config.vocab_size, config.num_hidden_layers)
+    found = check_drafter(MODEL_TYPE, str(folder.resolve()), key, facts)
+    settings = read_config(str(folder.resolve()), key)
+    check_target(settings, key, Target(facts, str(target_folder.resolve())))
+    check_drafter_format(folder, key)
+    tensors, shape = load_file(folder / "model.safetensors"), read_shape(settings, key)
+    offsets = tensors.get("d2t", torch.zeros(found.draft_vocab_size, dtype=torch.int64))
+    kept = offsets + torch.arange(len(offsets))
+    sizes = ConfuConfig(
+        intermediate_size=settings["transformer_layer_config"]["intermediate_size"],
+        draft_vocab_size=len(kept),
+        num_soft_prompts=shape.num_soft_prompts,
+        num_experts=shape.num_experts,
+        top_experts=shape.top_experts,
+    )
+    model = ConfuDrafter(sizes, config, kept, seed=0)
+    weights = {name.replace("layers.0.", "midlayer."): x.float() for name, x in tensors.items() if name not in MAPS}
+    model.load_state_dict(weights | {"kept": kept})
+    return model.eval()
+
+
+def drafting(folder: Path, target_folder: Path, target: PreTrainedModel) -> tuple[torch.nn.Module, Draft]:
+    """As :func:`eagle3.drafting`, every draft with a future."""
+    drafter = load_confu(folder, target_folder, target.config, "MODEL").to(target.device)
+    frozen = FrozenTarget(target, default_target_layers(target.config.num_hidden_layers), bfloat16=False)
+    config = ConfuConfig(num_steps=eagle3.DRAFT_STEPS)
+
+    def draft(tokens: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        return drafts(drafter, frozen, Batch(tokens, anchors[:, 0], anchors[:, -1] + 1), anchors, config)
+
+    return drafter.lm_head, draft
 
 
 def train_confu(
@@ -317,11 +359,15 @@ def train_confu(
     """Train from the EAGLE-3 drafter ``config.start`` (section 4); see :func:`drafter_run.train_drafter`."""
     place = choose_device(device)
     settings = target_settings(target_folder)
-    _check_attends_to_all(settings)
+    # A sliding window would end before the soft prompts, and keeps no keys and values of the whole text.
+    usual = "sliding_attention" if getattr(settings, "sliding_window", None) else "full_attention"
+    other = sorted(set(getattr(settings, "layer_types", None) or [usual]) - {"full_attention"})
+    if other:
+        raise ValueError(f"--target has layers of {other[0]}; contemplate tokens need full attention in every layer")
     if not config.start:
         raise ValueError("--start is missing; give an EAGLE-3 drafter that `crossspec train eagle3` made")
     start, kept = read_start(Path(config.start), settings)
-    config = replace(config, intermediate_size=start.intermediate_size, draft_vocab_size=len(kept))
+    config = replace(config, intermediate_size=start.size("intermediate_size"), draft_vocab_size=len(kept))
     rows = read_generations(data, "train", settings.vocab_size)
     text = torch.tensor(rows[0].prompt_ids + rows[0].response_ids, device=place)
     if len(text) < config.num_soft_prompts:

@@ -22,9 +22,8 @@ from crossspec_tools.devices import choose_device
 from crossspec_tools.train.blocks import EntryDrafter, draft_attention, write_drafter
 from crossspec_tools.train.drafter_run import Run, Trainee, open_target, read_responses, train_drafter
 from crossspec_tools.train.generations import Batch, at, draft_vocabulary, sample_anchors
-from crossspec_tools.train.loop import LoopConfig
 from crossspec_tools.train.losses import block_loss, drafted_places
-from crossspec_tools.train.recipes import DartConfig
+from crossspec_tools.train.recipes import DartConfig, LoopConfig
 from crossspec_tools.train.states import FrozenTarget, States, target_settings
 from vllm_crossspec.drafters.dart.checkpoint import ARCHITECTURE
 from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
@@ -36,7 +35,7 @@ class DartDrafter(EntryDrafter):
     """EAGLE-3's parts and the vector that all masks share, with the parameter names of the public format."""
 
     def __init__(self, config: DartConfig, target: Any, kept: torch.Tensor, seed: int):
-        super().__init__(config.intermediate_size, target, kept, seed)
+        super().__init__(config, target, kept, seed)
         self.num_drafts, self.is_shifted = config.num_drafts, config.is_shifted
         mask = torch.empty(2 * self.shape.hidden).normal_(generator=torch.Generator().manual_seed(seed + 1))
         self.midlayer.mask_rep = nn.Parameter(mask)

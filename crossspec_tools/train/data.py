@@ -1,6 +1,7 @@
 """Text in, rows of token ids out: the chat format of the pocket models and document packing."""
 
 import gzip
+import itertools
 import json
 import random
 from collections.abc import Iterator, Sequence
@@ -11,13 +12,7 @@ import torch
 
 from vllm_crossspec.names import counted
 
-IM_START, IM_END, END_OF_TEXT, MASK = "<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|mask|>"
-SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END, MASK]
-
-CHAT_TEMPLATE = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
+IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 
 
 class Row(NamedTuple):
@@ -45,8 +40,7 @@ def read_rows(folder: Path, pattern: str = "train-*.jsonl*") -> list[Row]:
     for file in files:
         opener = gzip.open if file.suffix == ".gz" else open
         with opener(file, "rt", encoding="utf-8") as lines:
-            for number, line in enumerate(lines, 1):
-                rows.append(_parse_row(line, file, number))
+            rows += [_parse_row(line, file, number) for number, line in enumerate(lines, 1)]
     return rows
 
 
@@ -105,8 +99,7 @@ def batches(
     documents: Sequence[Sequence[int]], row_tokens: int, rows_per_step: int, seed: int
 ) -> Iterator[torch.Tensor]:
     """Endless int64 [rows_per_step, row_tokens] batches; every epoch is shuffled and packed anew from ``seed``."""
-    epoch = 0
-    while True:
+    for epoch in itertools.count():
         rows = pack(documents, row_tokens, seed * 100_003 + epoch)
         if len(rows) < rows_per_step:
             raise ValueError(
@@ -114,4 +107,3 @@ def batches(
             )
         for start in range(0, len(rows) - rows_per_step + 1, rows_per_step):
             yield rows[start : start + rows_per_step].long()
-        epoch += 1

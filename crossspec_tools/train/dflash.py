@@ -22,12 +22,10 @@ from crossspec_tools.train import blocks
 from crossspec_tools.train.blocks import Attention, Drafter, RMSNorm, Shape, draft_attention, write_drafter
 from crossspec_tools.train.drafter_run import Run, Trainee, open_target, read_responses, train_drafter
 from crossspec_tools.train.generations import Batch, sample_anchors
-from crossspec_tools.train.loop import LoopConfig
 from crossspec_tools.train.losses import block_loss, drafted_places
-from crossspec_tools.train.recipes import DFlashConfig
+from crossspec_tools.train.recipes import DFlashConfig, LoopConfig
 from crossspec_tools.train.start import Start, check_names, load_start, read_drafter
 from crossspec_tools.train.states import FrozenTarget, States, target_settings
-from vllm_crossspec.kinds.checkpoint import require
 
 
 class _Layer(nn.Module):
@@ -55,8 +53,9 @@ def target_layer_ids(depth: int, count: int) -> list[int]:
 class DFlashDrafter(Drafter):
     """The drafter, with the parameter names of the public format; the head stays the target's, too."""
 
-    def __init__(self, config: DFlashConfig, target: Any, seed: int):
+    def __init__(self, config: DFlashConfig, target: Any, mask_id: int, seed: int):
         super().__init__(config.intermediate_size, target)
+        self.block_size, self.mask_id = config.block_size, mask_id
         hidden, eps = self.shape.hidden, self.shape.eps
         self.fc = nn.Linear(config.num_target_layers * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, eps)
@@ -64,17 +63,22 @@ class DFlashDrafter(Drafter):
         self.norm = RMSNorm(hidden, eps)
         blocks.initialise(self, seed)
 
-    def forward(self, states: States, block: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
-        """Normed outputs [B, A, S - 1, H] of the masks of every block, ready for the target's head.
+    def forward(
+        self, states: States, tokens: torch.Tensor, embedding: torch.Tensor, anchors: torch.Tensor
+    ) -> torch.Tensor:
+        """Normed outputs [B, A, block size - 1, H] of the masks of every block, ready for the target's head.
 
         Args:
-            block: embeddings [B, A, S, H] of the anchor token and the masks.
-            anchors: int64 [B, A], position of the anchor token.
+            tokens: int64 [B, T].
+            embedding: the target's, [V, H].
+            anchors: int64 [B, A], position of each block's first token, which masks follow.
         """
         context = self.hidden_norm(self.fc(states.taps))
         places = torch.arange(context.shape[1], device=anchors.device)
-        positions = anchors[..., None] + torch.arange(block.shape[2], device=anchors.device)
-        x = block
+        positions = anchors[..., None] + torch.arange(self.block_size, device=anchors.device)
+        ids = torch.full(positions.shape, self.mask_id, device=anchors.device)
+        ids[..., 0] = tokens.gather(1, anchors)
+        x = F.embedding(ids, embedding)
         for layer in self.layers:
             attention = layer.self_attn
             normed = layer.input_layernorm(x)
@@ -89,22 +93,8 @@ class DFlashDrafter(Drafter):
         return self.norm(x[:, :, 1:])
 
 
-def mask_blocks(
-    tokens: torch.Tensor, anchors: torch.Tensor, embedding: torch.Tensor, block_size: int, mask_id: int
-) -> torch.Tensor:
-    """Embeddings [B, A, block_size, H] of blocks that begin with the token at each anchor and go on with masks."""
-    ids = torch.full((*anchors.shape, block_size), mask_id, device=tokens.device)
-    ids[..., 0] = tokens.gather(1, anchors)
-    return F.embedding(ids, embedding)
-
-
 def dflash_loss(
-    model: DFlashDrafter,
-    target: FrozenTarget,
-    batch: Batch,
-    config: DFlashConfig,
-    mask_id: int,
-    generator: torch.Generator,
+    model: DFlashDrafter, target: FrozenTarget, batch: Batch, config: DFlashConfig, generator: torch.Generator
 ) -> tuple[torch.Tensor, dict[str, float]]:
     """Cross-entropy with the target's distribution at every mask, earlier masks weighing more, in nats a token."""
     states = target.states_of(batch)
@@ -115,22 +105,21 @@ def dflash_loss(
     valid = valid & real[..., None]
     places = places[valid]
     with target.autocast():
-        block = mask_blocks(batch.tokens, anchors, target.embedding, config.block_size, mask_id)
-        logits = F.linear(model(states, block, anchors)[valid], target.head).float()
+        logits = F.linear(model(states, batch.tokens, target.embedding, anchors)[valid], target.head).float()
     losses = F.cross_entropy(logits, teacher.probs[places], reduction="none")
     hits = logits.detach().argmax(-1) == teacher.top[places]
     return block_loss(losses, hits, valid, torch.exp(-steps / config.decay))
 
 
 def checkpoint(
-    model: DFlashDrafter, config: DFlashConfig, target: Any, mask_id: int
+    model: DFlashDrafter, config: DFlashConfig, target: Any
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """Configuration and tensors in z-lab's format, which vLLM's own ``dflash`` method reads."""
     layers = target_layer_ids(target.num_hidden_layers, config.num_target_layers)
     own = {
         "attention_dropout": 0.0,
         "block_size": config.block_size,
-        "dflash_config": {"mask_token_id": mask_id, "target_layer_ids": layers},
+        "dflash_config": {"mask_token_id": model.mask_id, "target_layer_ids": layers},
         "dtype": "bfloat16",
         "layer_types": ["full_attention"] * config.num_layers,
         "max_window_layers": config.num_layers,
@@ -143,12 +132,10 @@ def checkpoint(
     return settings, {name: x.cpu() for name, x in model.state_dict().items()}
 
 
-def drafts(
-    model: DFlashDrafter, target: FrozenTarget, batch: Batch, anchors: torch.Tensor, block_size: int, mask_id: int
-) -> torch.Tensor:
-    """The greedy blocks behind the tokens at ``anchors``: int64 [B, A, block_size - 1]."""
-    block = mask_blocks(batch.tokens, anchors, target.embedding, block_size, mask_id)
-    return F.linear(model(target.states_of(batch), block, anchors), target.head).argmax(-1)
+def drafts(model: DFlashDrafter, target: FrozenTarget, batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
+    """The greedy blocks behind the tokens at ``anchors``: int64 [B, A, block size - 1]."""
+    states = target.states_of(batch)
+    return F.linear(model(states, batch.tokens, target.embedding, anchors), target.head).argmax(-1)
 
 
 def read_start(config: DFlashConfig, target: Any, mask_id: int) -> Start:
@@ -163,7 +150,7 @@ def read_start(config: DFlashConfig, target: Any, mask_id: int) -> Start:
         raise ValueError(f"{start.name} has {mask}, but --mask-token {config.mask_token} is {mask_id}; {start.remedy}")
     ids = target_layer_ids(target.num_hidden_layers, config.num_target_layers)
     taps = [i - 1 for i in start.facts.target_layers]  # as config.json counts: one lower than vLLM
-    inner, layers = start.intermediate_size, num_layers(start)
+    inner, layers = start.size("intermediate_size"), start.size("num_hidden_layers")
     if taps != ids:
         what = f"--target-layers {config.num_target_layers} reads {ids} of the target, but {start.name} {taps}"
         raise ValueError(f"{what}; give as many as it reads, or another drafter")
@@ -177,11 +164,6 @@ def read_start(config: DFlashConfig, target: Any, mask_id: int) -> Start:
     return start
 
 
-def num_layers(start: Start) -> int:
-    """Layers that a drafter has."""
-    return int(require(start.settings, "num_hidden_layers", start.name))
-
-
 @torch.no_grad()
 def begin_as(model: DFlashDrafter, start: Start) -> None:
     """Give ``model`` the weights of ``start``; its further layers begin without an effect.
@@ -189,7 +171,7 @@ def begin_as(model: DFlashDrafter, start: Start) -> None:
     Their two projections into the residual stream are zero. These learn from the first step on, the parts before them
     from the second. Raises ValueError: ``start`` lacks a weight, or has one too many or of another shape.
     """
-    further = tuple(f"layers.{i}." for i in range(num_layers(start), len(model.layers)))
+    further = tuple(f"layers.{i}." for i in range(start.size("num_hidden_layers"), len(model.layers)))
     check_names(start, {name for name in model.state_dict() if not name.startswith(further)})
     load_start(model, start)
     for name, parameter in model.named_parameters():
@@ -210,7 +192,7 @@ def train_dflash(
         )
     ids = target_layer_ids(settings.num_hidden_layers, config.num_target_layers)
     start = read_start(config, settings, mask_id) if config.start else None
-    model = DFlashDrafter(config, settings, loop.seed)
+    model = DFlashDrafter(config, settings, mask_id, loop.seed)
     if start is not None:
         begin_as(model, start)
     run, taps = Run(data, target_folder, out, config, loop), [i + 1 for i in ids]
@@ -220,9 +202,9 @@ def train_dflash(
     trainee = Trainee(
         "dflash",
         model,
-        loss=lambda batch, generator: dflash_loss(model, target, batch, config, mask_id, generator),
-        draft=lambda batch, anchors: drafts(model, target, batch, anchors, config.block_size, mask_id),
+        loss=lambda batch, generator: dflash_loss(model, target, batch, config, generator),
+        draft=lambda batch, anchors: drafts(model, target, batch, anchors),
         num_drafts=config.block_size - 1,
-        write=lambda folder: write_drafter(folder, *checkpoint(model, config, settings, mask_id)),
+        write=lambda folder: write_drafter(folder, *checkpoint(model, config, settings)),
     )
     return train_drafter(run, trainee, target, rows)

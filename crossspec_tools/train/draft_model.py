@@ -14,8 +14,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from crossspec_tools.devices import choose_device
 from crossspec_tools.train.drafter_run import Run, Trainee, read_responses, train_drafter
 from crossspec_tools.train.generations import Batch, at
-from crossspec_tools.train.loop import LoopConfig
-from crossspec_tools.train.recipes import DraftModelConfig
+from crossspec_tools.train.recipes import DraftModelConfig, LoopConfig
 from crossspec_tools.train.states import FrozenTarget, load_target
 from crossspec_tools.train.target import export
 

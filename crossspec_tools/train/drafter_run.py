@@ -9,8 +9,8 @@ import torch
 
 from crossspec_tools.train.acceptance import DraftFn, measure, report
 from crossspec_tools.train.generations import Batch, Generation, claim, generation_batches, read_generations
-from crossspec_tools.train.loop import LoopConfig, Trainer
-from crossspec_tools.train.recipes import Recipe
+from crossspec_tools.train.loop import Trainer
+from crossspec_tools.train.recipes import LoopConfig, Recipe
 from crossspec_tools.train.states import FrozenTarget, load_ends, load_target, target_settings
 from crossspec_tools.train.stored import Wanted, states_path
 from vllm_crossspec.kinds.identity import identify

@@ -10,6 +10,7 @@ the steps of its own draft. Step s > 0 stands at position p + s, and its feature
 s - 1. The output is normed for the head alone.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +18,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers import PreTrainedModel
 
 from crossspec_tools.devices import choose_device
+from crossspec_tools.flashhead.quality import Draft
 from crossspec_tools.train.blocks import EntryDrafter, draft_attention, rotate, write_drafter
 from crossspec_tools.train.drafter_run import Run, Trainee, open_target, read_responses, train_drafter
 from crossspec_tools.train.generations import Batch, at, draft_vocabulary, sample_anchors
-from crossspec_tools.train.loop import LoopConfig
-from crossspec_tools.train.recipes import Eagle3Config
-from crossspec_tools.train.start import KEY, Start, check_names, load_start, read_drafter
+from crossspec_tools.train.recipes import Eagle3Config, LoopConfig
+from crossspec_tools.train.start import KEY, Start, check_names, load_start, read_drafter, read_tensors
 from crossspec_tools.train.states import FrozenTarget, States, Teacher, target_settings
-from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers
+from vllm_crossspec.drafters.eagle3.checkpoint import default_target_layers, read_facts
+from vllm_crossspec.drafting.flashhead.embedding import tensor_files
+from vllm_crossspec.types import TargetFacts
 
 NAMES = frozenset(
     (
@@ -38,14 +42,14 @@ NAMES = frozenset(
         *(f"midlayer.{x}.weight" for x in ("hidden_norm", "input_layernorm", "post_attention_layernorm")),
     )
 )
-"""Tensors of a drafter in SafeAILab's format, beside ``d2t`` and ``t2d``."""
+"""Tensors of a drafter in SafeAILab's format, beside its :data:`MAPS`."""
+MAPS = {"d2t", "t2d"}
+DRAFT_STEPS = 7
+"""Tokens of a draft whose states :func:`drafting` shows."""
 
 
 class Eagle3Drafter(EntryDrafter):
     """The drafter, with the parameter names of the public format."""
-
-    def __init__(self, config: Eagle3Config, target: Any, kept: torch.Tensor, seed: int):
-        super().__init__(config.intermediate_size, target, kept, seed)
 
     def unroll(
         self, states: States, tokens: torch.Tensor, embedding: torch.Tensor, anchors: torch.Tensor, num_steps: int,
@@ -175,6 +179,43 @@ def read_start(folder: Path, target: Any, key: str = KEY) -> tuple[Start, torch.
     return start, offsets + torch.arange(len(offsets))
 
 
+def check_drafter_format(folder: Path) -> None:
+    """Raises ValueError: the folder holds no EAGLE-3 drafter in SafeAILab's format."""
+    odd = sorted((set(tensor_files(folder, "MODEL")) - MAPS) ^ NAMES)
+    if odd:
+        raise ValueError(
+            f"MODEL {folder} is no EAGLE-3 drafter in SafeAILab's format ({odd[0]}), so that its states cannot be had "
+            "here; leave out --recall and choose --probes"
+        )
+
+
+def drafting(folder: Path, target_folder: Path, target: PreTrainedModel) -> tuple[torch.nn.Module, Draft]:
+    """The drafter's output layer, and what drafts :data:`DRAFT_STEPS` tokens of its own choice, as in decoding.
+
+    Raises ValueError: no drafter, or another target's.
+    """
+    config, settings = json.loads((folder / "config.json").read_text()), target.config
+    known = TargetFacts(str(folder), settings.hidden_size, settings.vocab_size, settings.num_hidden_layers)
+    facts = read_facts(config, "MODEL", known)
+    tensors = read_tensors(folder, "MODEL")
+    offsets = tensors.pop("d2t", torch.zeros(settings.vocab_size)).long()
+    tensors.pop("t2d", None)
+    recipe = Eagle3Config(intermediate_size=config.get("intermediate_size", 0))
+    drafter = Eagle3Drafter(recipe, settings, offsets + torch.arange(len(offsets)), seed=0)
+    try:
+        drafter.load_state_dict(tensors | {"kept": drafter.kept})
+    except RuntimeError as error:
+        why = str(error).splitlines()[-1].strip()
+        raise ValueError(f"MODEL {folder} does not fit --target ({why}); give the target it was trained for") from None
+    frozen = FrozenTarget(target, facts.target_layers, bfloat16=False)
+    drafter.to(target.device).eval()
+
+    def draft(tokens: torch.Tensor, anchors: torch.Tensor) -> torch.Tensor:
+        return drafts(drafter, frozen, Batch(tokens, anchors[:, 0], anchors[:, -1] + 1), anchors, DRAFT_STEPS)
+
+    return drafter.lm_head, draft
+
+
 def train_eagle3(
     data: Path, target_folder: Path, out: Path, config: Eagle3Config, loop: LoopConfig, device: str = "cpu"
 ) -> dict[str, float]:
@@ -184,7 +225,7 @@ def train_eagle3(
     start = kept = None
     if config.start:
         start, kept = read_start(Path(config.start), settings)
-        config = replace(config, intermediate_size=start.intermediate_size, draft_vocab_size=len(kept))
+        config = replace(config, intermediate_size=start.size("intermediate_size"), draft_vocab_size=len(kept))
     run, taps = Run(data, target_folder, out, config, loop), default_target_layers(settings.num_hidden_layers)
     rows = read_responses(run, "train", taps)
     if kept is None:

@@ -27,18 +27,10 @@ STATES_BYTES = 1 << 30
 """Most that a shard's states may take: a shard has fewer prompts then."""
 
 
-def generate(
-    data: Path,
-    target: Path,
-    out: Path,
-    config: GenerateConfig,
-    *,
-    engines: int = 1,
-    tensor_parallel_size: int | None = None,
-    gpu_memory_utilization: float | None = None,
-) -> int:
+def generate(data: Path, target: Path, out: Path, config: GenerateConfig, engines: int = 1, **engine: Any) -> int:
     """Answer the prompts of ``data`` with ``target``; write ``train-*.jsonl.gz`` and ``dev-*.jsonl.gz`` to ``out``.
 
+    ``engine``: further arguments of vLLM's LLM; None for its own defaults.
     Returns how many response tokens were written now. Raises ValueError as :func:`plan`, or the engine refuses the
     target, or several engines are to store states. Raises EngineError: an engine's process died.
     """
@@ -51,8 +43,7 @@ def generate(
         "seed": config.seed,
         "max_num_seqs": config.rows_per_batch,
         "max_model_len": config.max_prompt_tokens + config.max_new_tokens,
-        "tensor_parallel_size": tensor_parallel_size,
-        "gpu_memory_utilization": gpu_memory_utilization,
+        **engine,
     }
     return run_missing(GENERATE, job, shards, config.max_new_tokens, engines)
 
@@ -142,5 +133,4 @@ def _asked(tokenizer: Any, prompt: str) -> str:
     if not tokenizer.chat_template:
         return chat_prompt(prompt)
     messages = [{"role": "user", "content": prompt}]
-    text: str = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    return text
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))

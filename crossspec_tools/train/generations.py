@@ -1,15 +1,17 @@
 """The target's own responses as files of token ids: how they are written, read and put into batches."""
 
 import gzip
+import itertools
 import json
 import random
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from crossspec_tools.train.stored import StateFile, StoredRow, Wanted, states_path
+from crossspec_tools.train.stored import ReadStates, StateFile, Wanted, states_path
 from vllm_crossspec.differences import differences
 from vllm_crossspec.files import replacing, write_json
 from vllm_crossspec.names import counted
@@ -22,7 +24,7 @@ class Generation(NamedTuple):
     response_ids: list[int]  # the answer, with its end-of-turn token unless it was cut at the length limit
     category: str  # of the prompt
     greedy: bool  # whether every token of the answer is the target's most likely one
-    states: StoredRow | None = None  # where the target's states of it are; not part of its line
+    states: ReadStates | None = None  # of the target, where they are stored; not part of its line
 
 
 class Batch(NamedTuple):
@@ -31,7 +33,7 @@ class Batch(NamedTuple):
     tokens: torch.Tensor  # int64 [B, T], 0 past the end
     starts: torch.Tensor  # int64 [B], index of the first token of the response
     ends: torch.Tensor  # int64 [B], number of tokens of prompt and response
-    states: tuple[StoredRow, ...] | None = None  # where the target's states are, if every row has them
+    states: tuple[ReadStates, ...] | None = None  # of the target, if every row's are stored
 
     def to(self, device: torch.device) -> "Batch":
         return Batch(self.tokens.to(device), self.starts.to(device), self.ends.to(device), self.states)
@@ -78,7 +80,7 @@ def read_generations(
             raise ValueError(f"{file} is damaged ({error}); delete it and generate again") from None
         if wanted is not None and (stored := states_path(file)).is_file():
             states = StateFile(stored, wanted, [len(row.prompt_ids + row.response_ids) for row in some])
-            some = [row._replace(states=StoredRow(states, i)) for i, row in enumerate(some)]
+            some = [row._replace(states=partial(states.read, i)) for i, row in enumerate(some)]
         rows += some
     top = max((max(r.prompt_ids + r.response_ids, default=0) for r in rows), default=0)
     if top >= vocab_size:
@@ -135,8 +137,7 @@ def generation_batches(rows: Sequence[Generation], rows_per_step: int, seed: int
     """Endless batches, shuffled anew each epoch; rows of a batch have similar lengths so that padding stays small."""
     if len(rows) < rows_per_step:
         raise ValueError(f"--data holds {counted(len(rows), 'row')}; one step needs {rows_per_step}: generate more")
-    epoch = 0
-    while True:
+    for epoch in itertools.count():
         rng = random.Random(seed * 100_003 + epoch)
         order = list(range(len(rows)))
         rng.shuffle(order)
@@ -148,7 +149,6 @@ def generation_batches(rows: Sequence[Generation], rows_per_step: int, seed: int
         rng.shuffle(groups)
         for group in groups:
             yield collate([rows[i] for i in group])
-        epoch += 1
 
 
 def sample_anchors(

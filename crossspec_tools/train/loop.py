@@ -6,50 +6,22 @@ that warms up, stays, and decays linearly over the last part of the run.
 
 import contextlib
 import json
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from crossspec_tools.train.muon import Float32Muon
 from crossspec_tools.train.progress import StepProgress, slow_hint
+from crossspec_tools.train.recipes import LoopConfig
 from crossspec_tools.train.stopping import Stopped, StopSignals
 from vllm_crossspec.devices import has_avx512
 from vllm_crossspec.differences import differences
 from vllm_crossspec.files import replacing
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoopConfig:
-    """What a run of the loop is; two runs with equal configs and data give equal losses."""
-
-    steps: int  # optimizer steps in all
-    epochs: int = 0  # passes over the data that the caller turns into `steps`; 0 leaves them
-    lr: float = 2e-3  # peak learning rate, shared by Muon (RMS-matched) and AdamW
-    optimizer: Literal["muon", "adamw"] = "muon"  # `muon` for matrices and AdamW for the rest, or `adamw` for all
-    beta2: float = 0.95  # of AdamW, whose first beta is 0.9
-    warmup: int = 50  # steps of linear warm-up
-    # `linear` falls to a twentieth over the last part of the run, `cosine` from the warm-up on to 0
-    schedule: Literal["linear", "cosine"] = "linear"
-    cooldown: float = 0.4  # that last part, a share of the run
-    weight_decay: float = 0.05  # of both optimizers, on matrices only
-    clip: float = 1.0  # most that the gradient's norm may be; a larger one is scaled down to it
-    seed: int = 0  # of weights, data order and every other draw
-    save_every: int = 100  # steps between resumable checkpoints
-    eval_every: int = 200  # steps between evaluations
-
-    def rate(self, step: int) -> float:
-        """The factor on ``lr`` at ``step`` (counted from 0)."""
-        rise = min(1.0, (step + 1) / max(1, self.warmup))
-        if self.schedule == "cosine":
-            fallen = max(0, step - self.warmup) / max(1, self.steps - self.warmup)
-            return rise * 0.5 * (1.0 + math.cos(math.pi * fallen))
-        left = (self.steps - step) / max(1.0, self.cooldown * self.steps)
-        return rise * max(0.05, min(1.0, left))
 
 
 def make_optimizers(model: torch.nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
@@ -228,11 +200,8 @@ def draw_loss(log: list[dict[str, float]], path: Path) -> None:
     """Draw the training loss (smoothed) and every evaluated figure over the steps."""
     with picture(path, figsize=(8, 4.5)) as axes:
         steps = [line["step"] for line in log]
-        smooth, value = [], log[0]["loss"]
-        for line in log:
-            value = 0.95 * value + 0.05 * line["loss"]
-            smooth.append(value)
-        axes.plot(steps, smooth, label="train (smoothed)", linewidth=1.2)
+        smooth = accumulate((line["loss"] for line in log), lambda mean, loss: 0.95 * mean + 0.05 * loss)
+        axes.plot(steps, list(smooth), label="train (smoothed)", linewidth=1.2)
         for key in sorted({k for line in log for k in line if k.startswith("dev")}):
             points = [(line["step"], line[key]) for line in log if key in line]
             axes.plot(*zip(*points, strict=True), marker=".", label=key)

@@ -5,7 +5,6 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Self
 
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -18,35 +17,28 @@ SLOW_STEP = 10.0
 """Seconds of a step on a CPU from which on there is a hint."""
 
 
-class StepProgress:
+class StepProgress(Progress):
     """The progress of one run of the loop. From its second step on it tells tokens a second and the time left."""
 
     def __init__(self, title: str, step: int, steps: int):
         self.title, self.steps = title, steps
         columns = (TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn(), TimeElapsedColumn())
-        self._bar = Progress(*columns, TextColumn("{task.fields[pace]}"), refresh_per_second=0.5)
-        self._task = self._bar.add_task(title, total=steps, completed=step, pace="")
+        super().__init__(*columns, TextColumn("{task.fields[pace]}"), refresh_per_second=0.5)
+        self._task = self.add_task(title, total=steps, completed=step, pace="")
         self._ends: deque[tuple[float, float]] = deque(maxlen=WINDOW + 1)
         self._said = 0.0
 
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
     def say(self, sentence: str) -> None:
         """A line of its own, above the bar."""
-        self._bar.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(sentence, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, step: int, figures: Mapping[str, float]) -> None:
         """Show that ``step`` has ended; ``figures`` have ``loss``, and ``tokens`` where they are counted."""
         self._ends.append((time.perf_counter(), figures.get("tokens", 0.0)))
         text, pace = f"{self.title}  loss {figures['loss']:.3f}", self._pace(step)
-        self._bar.update(self._task, completed=step, description=text, pace=pace)
+        self.update(self._task, completed=step, description=text, pace=pace)
         now = self._ends[-1][0]
-        if pace and not self._bar.console.is_terminal and now - self._said >= SECONDS_A_LINE:
+        if pace and not self.console.is_terminal and now - self._said >= SECONDS_A_LINE:
             self._said = now
             self.say(f"{text}  step {step} of {self.steps}  {pace}")
 

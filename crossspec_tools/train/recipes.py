@@ -4,6 +4,7 @@ An option's help says what the field is; fields without an option are for caller
 here, so that ``--help`` is quick.
 """
 
+import math
 from collections import namedtuple
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -23,25 +24,66 @@ def unless_given(default: Any, in_command: Any = None) -> Any:
     return field(default=default, metadata={"in_command": in_command})
 
 
-def required(default: Any) -> Any:
-    """A field that a command must be given."""
-    return field(default=default, metadata={"is_required": True})
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig:
+    """What a run of the loop is; two runs with equal configs and data give equal losses."""
+
+    steps: int  # optimizer steps in all
+    # the caller turns them into `steps`; 0 leaves these
+    epochs: Annotated[int, Option(min=1, help="Passes over the responses, in the place of --steps.")] = unless_given(0)
+    lr: float = 2e-3  # peak learning rate, shared by Muon (RMS-matched) and AdamW
+    optimizer: Annotated[
+        Literal["muon", "adamw"], Option(help="muon: for matrices, AdamW for the rest (default). adamw: for all.")
+    ] = unless_given("muon")
+    # of AdamW, whose first beta is 0.9
+    beta2: Annotated[float, Option(min=0.0, max=0.9999, help="AdamW's second beta; 0.95 by default.")] = unless_given(
+        0.95
+    )
+    warmup: int = 50  # steps of linear warm-up
+    # `linear` falls to a twentieth over the last part of the run, `cosine` from the warm-up on to 0
+    schedule: Annotated[
+        Literal["linear", "cosine"],
+        Option(help="After the warm-up. linear: flat, then falling over the last 40 % (the default). cosine: to 0."),
+    ] = unless_given("linear")
+    cooldown: float = 0.4  # that last part, a share of the run
+    weight_decay: Annotated[float, Option(min=0.0, help="Of matrices; 0.05 by default.")] = unless_given(0.05)
+    clip: Annotated[float, Option(min=0.001, help="Most that a gradient's norm may be; 1 by default.")] = unless_given(
+        1.0
+    )
+    seed: int = 0  # of weights, data order and every other draw
+    save_every: int = 100  # steps between resumable checkpoints
+    eval_every: int = 200  # steps between evaluations
+
+    def rate(self, step: int) -> float:
+        """The factor on ``lr`` at ``step`` (counted from 0)."""
+        rise = min(1.0, (step + 1) / max(1, self.warmup))
+        if self.schedule == "cosine":
+            fallen = max(0, step - self.warmup) / max(1, self.steps - self.warmup)
+            return rise * 0.5 * (1.0 + math.cos(math.pi * fallen))
+        left = (self.steps - step) / max(1.0, self.cooldown * self.steps)
+        return rise * max(0.05, min(1.0, left))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
     """What every drafter's training is told. What no config says (hidden size, heads, rotary base) is the target's."""
 
-    teacher_temperature: shared.Teacher = 1.0
-    rows_per_step: shared.Rows = 16
-    bfloat16: shared.Bfloat16 = True
+    teacher_temperature: Annotated[
+        float,
+        Option(
+            min=0.01,
+            help="Temperature of the target's distribution to imitate: 1 is its own, 0.1 nearly its first choice "
+            "alone.",
+        ),
+    ] = 1.0
+    rows_per_step: Annotated[int, Option(min=1, help="Responses of one optimizer step.")] = 16
+    bfloat16: Annotated[bool, Option("--bfloat16/--float32", help="Of the computation; the weights are float32.")] = (
+        True
+    )
     eval_rows: int = 96  # held-out responses of an evaluation, at most
     states: Annotated[
         bool,
-        Option(
-            "--states/--no-states",
-            help="Read the target's states where `train generate --states` stored them, or run it in every step.",
-        ),
+        Option(help="Read the target's states where `train generate --states` stored them, or run it in every step."),
     ] = True
 
 
@@ -80,7 +122,7 @@ class ConfuConfig(Eagle3Config):
     start: Annotated[
         str,
         Option(metavar="<path>", help="Folder of the EAGLE-3 drafter to go on from; its shape and vocabulary stay."),
-    ] = required("")
+    ] = field(default="", metadata={"is_required": True})
     draft_vocab_size: int = 3072
     intermediate_size: int = 768
     states: bool = False  # contemplate tokens need the target's keys and values: it runs in every step
@@ -107,10 +149,9 @@ class ConfuConfig(Eagle3Config):
     future_loss: Annotated[
         float, Option(min=0.0, help="Weight of the futures' own loss: they foretell a token; 0.3, or 0.")
     ] = unless_given(0.3)
-    future_skip: Annotated[
-        bool,
-        Option("--future-skip/--no-future-skip", help="Drafts start from states to which a projection of f is added."),
-    ] = unless_given(True)
+    future_skip: Annotated[bool, Option(help="Drafts start from states to which a projection of f is added.")] = (
+        unless_given(True)
+    )
     aimed: Annotated[
         bool,
         Option("--aimed/--unaimed", help="The future's experts begin where the drafter looks, or like any token's."),
@@ -248,10 +289,9 @@ class GenerateConfig:
     rows_per_batch: Annotated[int, Option("--batch", min=1, help="Prompts decoded together.")] = 64
     shard_rows: int = 512
     max_rows: Annotated[int, Option(min=0, help="At most so many training prompts; 0 takes all.")] = 0
-    states: Annotated[
-        bool,
-        Option("--states/--no-states", help="Store the target's hidden states, too, which trainings then only read."),
-    ] = False
+    states: Annotated[bool, Option(help="Store the target's hidden states, too, which trainings then only read.")] = (
+        False
+    )
     state_layers: Annotated[
         str,
         Option(metavar="<i,j,...>", help="Store those after so many layers; those that drafters read by default."),

@@ -23,10 +23,9 @@ class Start(NamedTuple):
     facts: DrafterFacts  # what they say of the drafter
     tensors: dict[str, torch.Tensor]  # its weights by name, float32; token maps as they are
 
-    @property
-    def intermediate_size(self) -> int:
-        """Width of its MLPs."""
-        return int(require(self.settings, "intermediate_size", self.name))
+    def size(self, setting: str) -> int:
+        """A number that its settings have to name, as the ``intermediate_size``."""
+        return int(require(self.settings, setting, self.name))
 
 
 def read_drafter(folder: Path, target: Any, kind: str, made: str, key: str = KEY) -> Start:
@@ -45,12 +44,17 @@ def read_drafter(folder: Path, target: Any, kind: str, made: str, key: str = KEY
     facts = TargetFacts(name, target.hidden_size, target.vocab_size, target.num_hidden_layers)
     _check_attention(settings, folder, target, key, remedy)
     found = check_drafter(kind, str(folder.resolve()), key, facts)
+    return Start(f"{key} {folder}", remedy, settings, found, read_tensors(folder, key))
+
+
+def read_tensors(folder: Path, key: str) -> dict[str, torch.Tensor]:
+    """All tensors of a drafter by name: weights as float32, token maps as they are."""
     tensors = {}
-    for weight, file in tensor_files(folder, key).items():
-        with open_rows(file, weight, key) as rows:
+    for name, file in tensor_files(folder, key).items():
+        with open_rows(file, name, key) as rows:
             x = rows[:]
-        tensors[weight] = x.float() if x.is_floating_point() else x
-    return Start(f"{key} {folder}", remedy, settings, found, tensors)
+        tensors[name] = x.float() if x.is_floating_point() else x
+    return tensors
 
 
 def _check_attention(settings: dict[str, Any], folder: Path, target: Any, key: str, remedy: str) -> None:

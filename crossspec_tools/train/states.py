@@ -3,7 +3,6 @@
 States are run anew, or read where ``crossspec train generate --states`` has stored them (:mod:`stored`).
 """
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from crossspec_tools.train.cli_options import check_target
 from crossspec_tools.train.generations import Batch
 
 
@@ -22,14 +22,6 @@ class States(NamedTuple):
     taps: torch.Tensor  # [B, T, n * H], the residual stream after the tapped layers, concatenated in rising order
     last: torch.Tensor  # [B, T, H], final hidden state (normed), ready for the head
     top: torch.Tensor | None = None  # int64 [B, T], the most likely next token if it was stored; -1 where it was not
-
-
-def check_target(folder: Path) -> None:
-    """See that ``folder`` looks like a Hugging Face model. Raises ValueError: no ``config.json``, or no weights."""
-    if not (folder / "config.json").is_file():
-        raise ValueError(f"--target {folder} has no config.json; give a Hugging Face model folder")
-    if not [*folder.glob("*.safetensors"), *folder.glob("*.bin")]:
-        raise ValueError(f"--target {folder} has no weights (*.safetensors); give a Hugging Face model folder")
 
 
 def target_settings(folder: Path) -> Any:
@@ -50,7 +42,7 @@ def load_target(
 
 def load_ends(folder: Path, device: torch.device | str = "cpu") -> PreTrainedModel:
     """A target in float32 with embedding, last norm and head, but none of its layers."""
-    config = copy.deepcopy(target_settings(folder))
+    config = target_settings(folder)
     config.num_hidden_layers = 0
     if getattr(config, "layer_types", None):
         config.layer_types = []
@@ -108,7 +100,7 @@ class FrozenTarget:
         """
         if batch.states is None:
             return self.states(batch.tokens)
-        rows = [row.read() for row in batch.states]
+        rows = [read() for read in batch.states]
         taps, last, top = (torch.nn.utils.rnn.pad_sequence(list(part), True) for part in zip(*rows, strict=True))
         missing = batch.tokens.shape[1] - last.shape[1]  # of the last token alone
         taps, last = (F.pad(x.to(self.device).float(), (0, 0, 0, missing)) for x in (taps, last))

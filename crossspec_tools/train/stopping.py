@@ -118,8 +118,7 @@ def _handled(handler: object) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {signum: signal.getsignal(signum) for signum in SIGNALS}
-    before = {signum: old for signum, old in before.items() if old is not signal.SIG_IGN}
+    before = {signum: old for signum in SIGNALS if (old := signal.getsignal(signum)) is not signal.SIG_IGN}
     try:
         for signum in before:
             signal.signal(signum, handler)  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ Its metadata say in JSON which ``layers`` these are, whose states (``target``), 
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -23,6 +23,8 @@ from vllm_crossspec.files import replacing, write_tensors
 from vllm_crossspec.kinds.identity import Identity
 
 AGAIN = "generate again with --states, or run the target in every step with --no-states"
+ReadStates = Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+"""Reads one response's states, as :meth:`StateFile.read`."""
 
 
 class Wanted(NamedTuple):
@@ -84,14 +86,3 @@ class StateFile:
         width = final.shape[1]
         chosen = [taps[start:end, i * width : (i + 1) * width] for i in self._columns]
         return torch.cat(chosen, dim=1) if chosen else final[:, :0], final, top[start:end]
-
-
-class StoredRow(NamedTuple):
-    """Where the states of one response are."""
-
-    file: StateFile
-    row: int
-
-    def read(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """As :meth:`StateFile.read`."""
-        return self.file.read(self.row)

@@ -1,5 +1,6 @@
-"""The pocket target: a small Qwen3-architecture model on chat, math, code, agentic text and Python sources."""
+"""The pocket target: a tokenizer and a small Qwen3-architecture model, on chat, math, code, agentic text and Python."""
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -16,9 +18,19 @@ from transformers import (
 )
 
 from crossspec_tools.train.blocks import replacing
-from crossspec_tools.train.data import END_OF_TEXT, IM_END, Row, batches, chat_prompt, read_rows, read_texts
-from crossspec_tools.train.loop import LoopConfig, Trainer
-from crossspec_tools.train.tokenizer import train_tokenizer
+from crossspec_tools.train.data import END_OF_TEXT, IM_END, IM_START, Row, batches, chat_prompt, read_rows, read_texts
+from crossspec_tools.train.loop import Trainer
+from crossspec_tools.train.recipes import LoopConfig
+
+SPECIAL_TOKENS = [END_OF_TEXT, IM_START, IM_END, "<|mask|>"]
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# Words with their leading space, single digits, runs of punctuation, and white space kept apart from line ends.
+_SPLIT = r"'(?:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
+_SAMPLE_BYTES = 12_000_000
+"""Most text that the tokenizer is trained on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +47,40 @@ class TargetConfig:
     row_tokens: int = 512  # tokens of a packed row, the longest context seen in training
     rows_per_step: int = 12  # rows of one optimizer step
     text_bytes: int = 2_500_000  # at most so many bytes of plain text (sources, documentation) beside the rows
+
+
+def train_tokenizer(texts: Sequence[str], vocab_size: int, seed: int) -> PreTrainedTokenizerFast:
+    """Byte-level BPE of ``vocab_size`` tokens (the special ones included), trained on a sample of ``texts``.
+
+    It has single digits, so that arithmetic stays readable to a small model.
+    """
+    order = list(texts)
+    random.Random(seed).shuffle(order)
+    sample, size = [], 0
+    for text in order:
+        if size >= _SAMPLE_BYTES:
+            break
+        sample.append(text)
+        size += len(text)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(_SPLIT), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=SPECIAL_TOKENS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=IM_END, pad_token=END_OF_TEXT)
+    fast.chat_template = CHAT_TEMPLATE
+    fast.model_max_length = 2048
+    return fast
 
 
 def build_target(config: TargetConfig, tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
@@ -61,19 +107,6 @@ def build_target(config: TargetConfig, tokenizer: PreTrainedTokenizerFast, seed:
             if name.endswith(("o_proj.weight", "down_proj.weight")):
                 parameter.mul_((2 * config.num_layers) ** -0.5)
     return model
-
-
-def encode_rows(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Row]) -> list[list[int]]:
-    """Chat-formatted documents, ending with the end of the turn and of the text."""
-    texts = [chat_prompt(r.prompt) + r.response + IM_END + "\n" + END_OF_TEXT for r in rows]
-    return tokenizer(texts, add_special_tokens=False)["input_ids"]
-
-
-def language_model_loss(model: torch.nn.Module, tokens: torch.Tensor) -> torch.Tensor:
-    """Mean next-token cross-entropy in nats; ``tokens`` int64 [rows, tokens]."""
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
-    return F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
 
 
 @torch.no_grad()
@@ -108,13 +141,24 @@ def train_target(
     rows = read_rows(data)
     dev = read_rows(data, "dev-*.jsonl*") if list(data.glob("dev-*.jsonl*")) else []
     texts = read_texts(text_folders, (".py", ".txt", ".rst", ".md", ".gz"), config.text_bytes, loop.seed)
-    tokenizer = _tokenizer(rows, texts, out, config, loop.seed)
-    documents = encode_rows(tokenizer, rows)
+    folder = out / "tokenizer"
+    if not folder.exists():
+        sample = [row.prompt + "\n" + row.response for row in rows] + texts
+        tokenizer = train_tokenizer(sample, config.vocab_size, loop.seed)
+        if len(tokenizer) != config.vocab_size:
+            raise ValueError(f"--data gives {len(tokenizer)} tokens, not {config.vocab_size}; give more text")
+        tokenizer.save_pretrained(folder)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    chats = [chat_prompt(row.prompt) + row.response + IM_END + "\n" + END_OF_TEXT for row in rows]
+    documents = tokenizer(chats, add_special_tokens=False)["input_ids"]
     documents += [[*t, 0] for t in tokenizer(texts, add_special_tokens=False)["input_ids"]] if texts else []
     model = build_target(config, tokenizer, loop.seed)
 
-    def loss_fn(_: Any, batch: Any, generator: Any) -> Any:
-        return language_model_loss(model, batch), {"tokens": batch.numel()}
+    def loss_fn(_: Any, tokens: torch.Tensor, generator: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
+        loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
+        return loss, {"tokens": tokens.numel()}
 
     def evaluate() -> Any:
         export(model, tokenizer, out / "model")
@@ -124,17 +168,6 @@ def train_target(
     trainer = Trainer(model, stream, loss_fn, out, loop, evaluate if dev else None)
     trainer.run("target")
     export(model, tokenizer, out / "model")
-
-
-def _tokenizer(rows: Any, texts: Any, out: Path, config: TargetConfig, seed: int) -> PreTrainedTokenizerFast:
-    folder = out / "tokenizer"
-    if not folder.exists():
-        sample = [r.prompt + "\n" + r.response for r in rows] + list(texts)
-        tokenizer = train_tokenizer(sample, config.vocab_size, seed)
-        if len(tokenizer) != config.vocab_size:
-            raise ValueError(f"--data gives {len(tokenizer)} tokens, not {config.vocab_size}; give more text")
-        tokenizer.save_pretrained(folder)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
 def export(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:

@@ -27,7 +27,7 @@ from confu_offline import (
 from intervals import Walk, gain, rate
 from texts import by_category
 
-from crossspec_tools.train.confu_head_states import load_confu
+from crossspec_tools.train.confu import load_confu
 from crossspec_tools.train.eagle3 import Eagle3Drafter
 from crossspec_tools.train.generations import Generation
 from crossspec_tools.train.states import FrozenTarget
