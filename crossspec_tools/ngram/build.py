@@ -21,6 +21,7 @@ from crossspec_tools.ngram.inputs import Piece
 from crossspec_tools.ngram.levels import Facts, Progress, write_store
 from vllm_crossspec.cli.cluster import ray_connected
 from vllm_crossspec.files import replacing
+from vllm_crossspec.names import counted
 from vllm_crossspec.ngram_store.store import MAX_CODES, MAX_ORDER, MAX_VOCAB_SIZE, MIN_ORDER, Header, tokenizer_hash
 
 PLAN = "plan.json"
@@ -64,7 +65,7 @@ def make_plan(
         digest = tokenizer_hash(tokenizer)
         known_size, eos = inputs.tokenizer_facts(tokenizer)
         if vocab_size is not None and vocab_size < known_size:
-            raise ValueError(f"--vocab-size {vocab_size}: the tokenizer has {known_size} tokens")
+            raise ValueError(f"--vocab-size {vocab_size}: the tokenizer has {counted(known_size, 'token')}")
         vocab_size = vocab_size or known_size
     elif vocab_size is None:
         raise ValueError("token files need --tokenizer FOLDER (the one that made them) or --vocab-size N")

@@ -8,12 +8,10 @@ from typing import Annotated, Any, NamedTuple
 from typer import Option
 
 Data = Annotated[Path, Option(help="Folder of train-*.jsonl[.gz] and dev-*.jsonl[.gz] rows of text.")]
-
 Target = Annotated[Path, Option(help="Hugging Face folder of the target (config.json and safetensors).")]
 Out = Annotated[Path, Option(help="Work folder: what is made, and what a stopped run needs to go on.")]
 STEPS = "Optimizer steps in all; the rate decays over the last part. A finished run goes on with more."
 RATE = "Peak learning rate of Muon (matrices) and AdamW (the rest)."
-
 Seed = Annotated[int, Option(min=0, help="Of weights, data order and every other draw.")]
 Threads = Annotated[int, Option(min=0, help="CPU threads; 0 leaves the choice to torch.")]
 Resume = Annotated[
