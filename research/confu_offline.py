@@ -74,7 +74,7 @@ def add_models(parser: argparse.ArgumentParser) -> None:
 def load_control(folder: Path, target: FrozenTarget) -> Eagle3Drafter:
     """An EAGLE-3 drafter as `crossspec train eagle3` writes it, in float32."""
     start, kept = read_start(folder, target.config, key="--control")
-    sizes = Eagle3Config(intermediate_size=start.intermediate_size, draft_vocab_size=len(kept))
+    sizes = Eagle3Config(intermediate_size=start.size("intermediate_size"), draft_vocab_size=len(kept))
     model = Eagle3Drafter(sizes, target.config, kept, seed=0)
     load_start(model, start)
     return model.eval()
