@@ -137,7 +137,8 @@ def test_ending_the_command_ends_its_engines(play, pocket, tmp_path):
 def test_demo_writes_the_document(play, pocket, tmp_path, crossspec):
     play(GENERATE)
     file = tmp_path / "out.json"
-    code, out, err = crossspec("demo", "--methods", "all", "--pocket", pocket, "--json", file, "--max-tokens", 4)
+    words = ("--models", "pocket", "--methods", "all", "--pocket", pocket, "--json", file)
+    code, out, err = crossspec("demo", *words, "--max-tokens", 4)
     assert code == 0
     document = json.loads(file.read_text())
     keys = "method category num_prompts num_tokens num_target_calls num_verified_tokens acceptance_length"
@@ -148,7 +149,7 @@ def test_demo_writes_the_document(play, pocket, tmp_path, crossspec):
         (method, category) for method in demo.METHODS for category in categories
     ]
     assert {*document["meta"]} >= {"versions", "command", "commit", "hardware"}
-    assert document["meta"]["command"].startswith("crossspec demo --methods all --pocket")
+    assert document["meta"]["command"].startswith("crossspec demo --models pocket --methods all")
     assert "they say nothing of a GPU" in out and "eagle3" in out and "not a token of it" in out
     done = [line for line in err.splitlines() if " target calls, " in line]
     assert len(done) == len(demo.METHODS)

@@ -371,10 +371,10 @@ def test_the_demo_of_smollm2_has_speeds_and_leaves_out_what_is_missing(
     file = tmp_path / "out.json"
     code, out, err = crossspec("demo", "--models", "smollm2", "--methods", "all", "--limit", 1, "--json", file)
     assert code == 0, err
-    assert "note: left out, for want of models: dflash-tree (dflash), whiflash-goodput (dflash)" in err
+    assert "note: left out, for want of models: dflash-tree (dflash)" in err
     assert "tokens a" in out and "speedup" in out and "verified" not in out
     document = json.loads(file.read_text())
-    assert {row["method"] for row in document["rows"]} == {*MODELS.methods} - {"dflash-tree", "whiflash-goodput"}
+    assert {row["method"] for row in document["rows"]} == {*MODELS.methods} - {"dflash-tree"}
     assert document["meta"]["model"] == "smollm2"
     assert {row["batch_size"] for row in document["rows"]} == {1}
     code, _, err = crossspec("demo", "--models", "smollm2", "--methods", "dflash-tree")

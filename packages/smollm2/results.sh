@@ -9,7 +9,7 @@
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
 out=$1 prompts=${2:-$here/vllm_crossspec_smollm2/prompts.jsonl}
-methods=${METHODS:-eagle3,eagle3-tree,suffix,whiflash-goodput}
+methods=${METHODS:-eagle3,eagle3-tree,dart,suffix,whiflash-goodput}
 repeats=${REPEATS:-3} tokens=${TOKENS:-64}
 target=$(crossspec smollm2)
 mkdir -p "$out/specs"

@@ -73,7 +73,9 @@ def smollm2():
     tokenizer = AutoTokenizer.from_pretrained(found)
     texts = [prompt.turns[0] for prompt in read_prompts(here / "prompts.jsonl")][::2]
     prompts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": text}], add_generation_prompt=True, tokenize=True)
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_dict=False
+        )
         for text in texts
     ]
     return Case(models.Models(found, here / "eagle3", here / "dflash", here / "dart"), 7, prompts)
