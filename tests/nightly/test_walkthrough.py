@@ -129,6 +129,7 @@ NOWHERE = {
     "pip install --upgrade vllm-crossspec": NETWORK,
     "pip uninstall *": "the package that is tested",
     "bash benchmarks/sanitize.sh *": GPU,
+    "*bash packages/smollm2/results.sh *": LARGE,
     "python benchmarks/flight.py *": GPU,
     "pytest --shadow-interpreter -p no:xdist *": HOURS,
     "python benchmarks/cpu_speed.py *": LARGE,
