@@ -14,8 +14,8 @@ from vllm_crossspec.names import look_up
 from vllm_crossspec.pocket_models import find_pocket
 
 Config = dict[str, Any] | None
-"""A method's --speculative-config; None of plain. In it `{pocket}` or `{models}` is the folder of the drafters, `{target}`
-that of the target, which may hold drafters that share its weights."""
+"""A method's --speculative-config; None of plain. In it `{pocket}` or `{models}` is the folder of the drafters,
+`{target}` that of the target, which may hold drafters that share its weights."""
 GROUP = "crossspec.demo"
 """Entry-point group by which other packages add sets: ``NAME = "module:SET"``."""
 PREFERRED, INSTALL = "smollm2", "pip install vllm-crossspec-smollm2"
