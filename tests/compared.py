@@ -38,6 +38,8 @@ class Outcome:
     """Written ones that were compared."""
     ulp: float = 0.0
     """Largest distance from the interpreter with numpy's functions; infinite where one is NaN or an integer differs."""
+    of_largest: float = 0.0
+    """The same in ulp of the largest number written: what it is where numbers near 0 are sums of larger ones."""
     library: bool = False
     """Whether that distance is the libraries': with C's functions all bits are equal."""
     wrong: str = ""
@@ -96,6 +98,7 @@ def launch_both(
     found = [(dtype, at, peek(at, dtype)) for dtype, at in touched]
     outcome.elements = sum(len(at) for _, at in touched)
     outcome.ulp, outcome.wrong = difference(found, expected)
+    outcome.of_largest = difference_by_largest(found, expected)
     if strays := _strays(storages, before, touched):
         return dataclasses.replace(outcome, wrong=strays)
     if outcome.wrong:
@@ -165,6 +168,19 @@ def difference(found: Found, expected: Found) -> tuple[float, str]:
                 f" {_shown(a[k], dtype)} compiled, {_shown(b[k], dtype)} interpreted (element {k})"
             )
     return worst, sentence
+
+
+def difference_by_largest(found: Found, expected: Found) -> float:
+    """The largest distance of finite numbers, in ulp of the largest of those that were written as the same type."""
+    worst = 0.0
+    for (dtype, _, a), (_, _, b) in zip(found, expected, strict=True):
+        if not dtype.is_floating() or dtype.primitive_bitwidth < 16:
+            continue
+        x, y = (_number(values, dtype).astype(np.float64) for values in (a, b))
+        both = np.isfinite(x) & np.isfinite(y)
+        if both.any() and (largest := np.abs(y[both]).max()) > 0:
+            worst = max(worst, float(np.abs(x - y)[both].max() / (largest * 2.0**-dtype.fp_mantissa_width)))
+    return worst
 
 
 def _shown(x: Any, dtype: tl.dtype) -> str:
@@ -265,6 +281,7 @@ class Recorder:
                     "equal": sum(not o.library and not o.wrong for o in all_),
                     "equal_with_c_library": len(library),
                     "ulp": max((o.ulp for o in library), default=0.0),
+                    "of_largest": max((o.of_largest for o in library), default=0.0),
                     "wrong": sorted({o.wrong for o in all_ if o.wrong}),
                     "elements": sum(o.elements for o in all_),
                     "interpreted_s": sum(o.interpreted for o in all_),
@@ -278,7 +295,10 @@ class Recorder:
         lines = [
             f"{'WRONG' if r['wrong'] else 'ok':5} {r['kernel']}: {r['specialisations']} specialisations,"
             f" {r['compared']} of {r['launches']} launches compared, {r['equal']} equal"
-            + (f", {r['equal_with_c_library']} with C's functions ({r['ulp']:.6g} ulp)" * bool(r["ulp"]))
+            + (
+                f", {r['equal_with_c_library']} with C's functions"
+                f" ({r['ulp']:.6g} ulp, {r['of_largest']:.3g} of the largest)" * bool(r["ulp"])
+            )
             + "".join(f"\n      {w}" for w in r["wrong"][:3])
             for r in rows
         ]

@@ -167,22 +167,24 @@ def test_recurrent_gated_delta_chains_diverge_at_near_ties_alone(method, num_lay
     target = latent_targets.folder("qwen3-next", num_layers)
     texts = [{"prompt_token_ids": prompt} for prompt in target_kinds.REPEATING]
 
-    def greedy(llm, **options):
+    def greedy(llm):
         from vllm import SamplingParams
 
-        parameters = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, **options)
-        return [o.outputs[0] for o in llm.generate(texts, parameters, use_tqdm=False)]
+        parameters = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True, logprobs=20)
+        answers = [o.outputs[0] for o in llm.generate(texts, parameters, use_tqdm=False)]
+        scores = [[{t: entry.logprob for t, entry in step.items()} for step in answer.logprobs] for answer in answers]
+        return [list(answer.token_ids) for answer in answers], scores
 
     with engines.engine(None, model=target, dtype="bfloat16") as llm:
-        answers = greedy(llm, logprobs=20)
-        mine = [list(answer.token_ids) for answer in answers]
-        scores = [[{t: entry.logprob for t, entry in step.items()} for step in answer.logprobs] for answer in answers]
+        plain_ones = greedy(llm)
     spec = SUFFIX if method == "suffix" else latent_targets.eagle3("qwen3-next")
     with engines.engine(spec, model=target, dtype="bfloat16") as llm:
-        found = divergences(mine, scores, [list(answer.token_ids) for answer in greedy(llm)])
+        mine = greedy(llm)
+        found = divergences(*plain_ones, mine[0])
         assert all(gap <= NEAR for _, _, gap in found), found
         llm.collective_rpc(forget_what_was_accepted)
-        broken = divergences(mine, scores, [list(answer.token_ids) for answer in greedy(llm)])
+        # Beside the unbroken engine's own: on some processors all texts leave plain's at a near tie, and early.
+        broken = divergences(*mine, greedy(llm)[0])
         assert method != "suffix" or any(gap > NEAR for _, _, gap in broken), broken
 
 
