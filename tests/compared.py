@@ -171,15 +171,20 @@ def difference(found: Found, expected: Found) -> tuple[float, str]:
 
 
 def difference_by_largest(found: Found, expected: Found) -> float:
-    """The largest distance of finite numbers, in ulp of the largest of those that were written as the same type."""
+    """The largest distance in ulp of the largest finite number that was written as the same type.
+
+    Infinite where one of two numbers is NaN or infinite and the other is not the same.
+    """
     worst = 0.0
     for (dtype, _, a), (_, _, b) in zip(found, expected, strict=True):
         if not dtype.is_floating() or dtype.primitive_bitwidth < 16:
             continue
         x, y = (_number(values, dtype).astype(np.float64) for values in (a, b))
-        both = np.isfinite(x) & np.isfinite(y)
-        if both.any() and (largest := np.abs(y[both]).max()) > 0:
-            worst = max(worst, float(np.abs(x - y)[both].max() / (largest * 2.0**-dtype.fp_mantissa_width)))
+        finite, same = np.isfinite(x) & np.isfinite(y), (x == y) | (np.isnan(x) & np.isnan(y))
+        if not (finite | same).all():
+            return float("inf")
+        far, largest = np.abs(x - y)[finite].max(initial=0.0), np.abs(y)[finite].max(initial=0.0)
+        worst = max(worst, float(far / (largest * 2.0**-dtype.fp_mantissa_width))) if far else worst
     return worst
 
 

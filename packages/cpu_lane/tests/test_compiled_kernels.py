@@ -29,8 +29,9 @@ ULP = 64
 SUMS_NEAR_0 = frozenset(
     ("_add_target_noise_kernel", "_tail_attention_kernel", "_window_attention_kernel", "_contemplate_kernel")
 )
-"""Kernels that store differences of like numbers, where an ulp of what is subtracted is many of the result: there the
-distance counts in ulp of the largest result."""
+"""Kernels that store differences of like numbers, where an ulp of what is subtracted is many of the result."""
+ULP_OF_LARGEST = 8
+"""As far as these may be, in ulp of the largest result of a launch; 1.3 was seen with AVX-512."""
 
 CASES = {
     "test_commit_kernels.test_kv_equals_naive": [
@@ -120,7 +121,7 @@ def check(recorder):
     for row in rows:
         assert not row["compared"] or row["elements"], f"{row['kernel']} wrote nothing"
         is_sum = row["kernel"].partition(":")[2] in SUMS_NEAR_0
-        assert row["of_largest" if is_sum else "ulp"] <= ULP, recorder.report()
+        assert row["of_largest"] <= ULP_OF_LARGEST if is_sum else row["ulp"] <= ULP, recorder.report()
     COMPARED.update(row["kernel"] for row in rows if row["compared"])
 
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from compared import UnequalError, compare, launch_both, ulps
+from compared import UnequalError, compare, difference_by_largest, launch_both, ulps
 from interpreted import interpret
 from triton.language.extra import libdevice
 from triton.runtime.jit import JITFunction
@@ -134,6 +134,19 @@ def test_comparing_raises(monkeypatch):
     monkeypatch.setattr(JITFunction, "run", wrong)
     with pytest.raises(UnequalError, match="_simple_kernel: 1 of 16 elements of fp32 differ"):
         compare(_simple_kernel, (1,), *case(), N=16)
+
+
+def test_distances_in_ulp_of_the_largest_by_hand():
+    def far(a, b):
+        a, b = (np.array(x, dtype=np.float32) for x in (a, b))
+        return difference_by_largest([(tl.float32, None, a)], [(tl.float32, None, b)])
+
+    step = 2.0**-23
+    assert far([4, 1e-6], [4, 2e-6]) == pytest.approx(1e-6 / (4 * step), rel=1e-3)  # a million of its own
+    assert far([4 + 8 * step, 0], [4, 0]) == pytest.approx(2)
+    assert far([np.nan, np.inf, 1], [np.nan, np.inf, 1]) == far([0, 0], [0, -0.0]) == 0
+    for wrong in (np.nan, -np.inf, 1):
+        assert far([wrong, 1], [np.inf, 1]) == far([np.inf, 1], [wrong, 1]) == np.inf
 
 
 def test_ulps_by_hand():
