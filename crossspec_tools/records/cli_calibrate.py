@@ -137,17 +137,10 @@ def heterospec(
         check_job(answers.model, spec, speculative)
         _check_nodes(speculative["tree"], alpha, reading)
         records = out.with_name(out.name + ".rounds")
-        job = make_job(records, answers.model, speculative, engine, batch_size)
         sampling: dict[str, Any] = {"temperature": temperature, "max_tokens": answers.max_tokens}
         sampling |= {"seed": answers.seed} if temperature > 0 else {}
-        job |= {"sampling": sampling, "max_prompt_tokens": answers.max_prompt_tokens}
-        prompts, size = interleaved(answers.prompts, answers.limit), answers.shard_prompts
-        facts = {"seed": answers.seed, "command": _command(answers, spec, sampling), "speculative_config": speculative}
-        from crossspec_tools.records.rounds import INDEX_FILE
-        from crossspec_tools.train.records import claim
-
-        claim(records, {**describe(job, prompts, size), **facts}, INDEX_FILE, "the folder")
-        run_missing(ROUNDS, job, make_shards(prompts, size), answers.max_tokens, engines)
+        job = make_job(records, answers.model, speculative, engine, batch_size) | {"sampling": sampling}
+        _collect(job, answers, _command(answers, spec, sampling), engines)
     from crossspec_tools.records.cart import calibrate, report
     from crossspec_tools.records.rounds import INDEX_FILE, read_rounds
     from vllm_crossspec.heterospec.calibration import write_calibration
@@ -162,10 +155,25 @@ def heterospec(
         from crossspec_tools.train.pictures import draw_bins
 
         draw_bins(rounds, calibration, out.with_suffix(".png"))
-    # The config whose trees were recorded, with the calibration in place of the recording.
-    config = {**collected["speculative_config"], "adaptive": str(out)}
-    config["tree"] = {key: value for key, value in config["tree"].items() if key != "by_batch_size"}
-    typer.echo(f"calibration in {out}; serve it with\n{json.dumps(config)}")
+    typer.echo(f"calibration in {out}; serve it with\n{json.dumps(_served(collected['speculative_config'], out))}")
+
+
+def _collect(job: dict[str, Any], answers: options.Answers, command: str, engines: int) -> None:
+    """Let engines record the rounds that are missing in the job's folder."""
+    from crossspec_tools.records.rounds import INDEX_FILE
+    from crossspec_tools.train.records import claim
+
+    job["max_prompt_tokens"] = answers.max_prompt_tokens
+    prompts, size = interleaved(answers.prompts, answers.limit), answers.shard_prompts
+    facts = {"seed": answers.seed, "command": command, "speculative_config": job["engine"]["speculative_config"]}
+    claim(Path(job["out"]), {**describe(job, prompts, size), **facts}, INDEX_FILE, "the folder")
+    run_missing(ROUNDS, job, make_shards(prompts, size), answers.max_tokens, engines)
+
+
+def _served(recorded: dict[str, Any], out: Path) -> dict[str, Any]:
+    """The config whose trees were recorded, with the calibration in place of the recording."""
+    tree = {key: value for key, value in recorded["tree"].items() if key != "by_batch_size"}
+    return {**recorded, "tree": tree, "adaptive": str(out)}
 
 
 def _speculative(spec: str | None) -> dict[str, Any]:
