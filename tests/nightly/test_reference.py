@@ -85,8 +85,6 @@ def smollm2():
 def traces(name, method, whose="ours"):
     """What one engine generated and drafted, by sampling; drafts are greedy for sampled requests, too."""
     one = case(name)
-    if not (folder := getattr(one.models, method)).is_dir():
-        pytest.skip(f"there is no {folder}")
     spec = {
         "ours": engines.ours(method, getattr(one.models, method)) | {"draft_sample_method": "greedy"},
         # With the same sampler behind them sampled texts, and so the rounds, are native's.
@@ -179,7 +177,7 @@ def test_eagle3_drafts_as_safeailab(name, how):
 
 
 @pytest.mark.parametrize("how", SAMPLINGS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", MODELS[:3])  # SmolLM2 has no DFlash drafter
 def test_dflash_drafts_as_zlab(name, how):
     checkout(zlab)
     check(dflash_agreement(name, how), name, how)
