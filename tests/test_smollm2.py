@@ -157,6 +157,20 @@ def test_the_folder_is_made_once(source, monkeypatch, capsys):
     assert target.find_target(source._replace(package="gone")) == folder  # it is not asked any more
 
 
+def test_folders_are_filled_in():
+    config = {"model": "{target}/draft-model", "head": "{models}/clusters", "tree": {"num_nodes": 3}}
+    at = Path("/a")
+    made = {**config, "model": "/b/draft-model", "head": "/a/clusters"}
+    assert models.located(config, at, lambda: Path("/b")) == made
+    assert models.located(config, at) == {**made, "model": "/a/target/draft-model"}
+
+
+def test_the_room_for_a_draft_model_is_counted(model, file, tmp_path):
+    reader = convert.open_gguf(file)
+    alone = convert.num_bytes(reader, tmp_path / "none")
+    assert convert.num_bytes(reader, tmp_path) - alone == 2 * model.get_input_embeddings().weight.numel()
+
+
 def test_the_draft_model_is_put_together(source):
     """It is shipped without the target's embedding; other weights of it have another folder."""
     from safetensors.torch import save_file
@@ -291,7 +305,7 @@ def test_a_full_disk_is_told_before_and_while_it_fills(source, monkeypatch):
         refused(source, "the disk is full: free some room, or set XDG_CACHE_HOME")
     usage = shutil.disk_usage(".")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=1 << 20))
-    refused(source, "1 MiB are free and the model takes 16: free some room, or set XDG_CACHE_HOME")
+    refused(source, "1 MiB are free and the model takes 32: free some room, or set XDG_CACHE_HOME")
 
 
 # ---- the command, and the demo's set

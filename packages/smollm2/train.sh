@@ -17,6 +17,7 @@ if nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
     rows=${ROWS:-24500} steps=${STEPS:-3000} per_step=${PER_STEP:-32} keep=--no-states type=--bfloat16
 else
     rows=${ROWS:-6000} steps=${STEPS:-1500} per_step=${PER_STEP:-8} keep=--states type=--float32
+    grep -qs avx512_bf16 /proc/cpuinfo && type=--bfloat16 # products that this processor has
 fi
 
 train() { # NAME [OPTION...]

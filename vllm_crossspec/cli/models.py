@@ -14,8 +14,7 @@ from vllm_crossspec.names import look_up
 from vllm_crossspec.pocket_models import find_pocket
 
 Config = dict[str, Any] | None
-"""A method's --speculative-config; None of plain. In it `{pocket}` or `{models}` is the folder of the drafters,
-`{target}` that of the target, which may hold drafters that share its weights."""
+"""A method's --speculative-config, its folders as :func:`located` takes them; None of plain."""
 GROUP = "crossspec.demo"
 """Entry-point group by which other packages add sets: ``NAME = "module:SET"``."""
 PREFERRED, INSTALL = "smollm2", "pip install vllm-crossspec-smollm2"
@@ -106,8 +105,9 @@ def require_model(folder: Path) -> None:
         raise ValueError(f"{folder} holds no model: check out the repository whole, or train one (`crossspec train`)")
 
 
-def located(value: Any, folder: Path, target: Callable[[], Path] = Path) -> Any:
-    """The same with the folder of the drafters filled in, and that of ``target``, which is asked only where it is."""
+def located(value: Any, folder: Path, target: Callable[[], Path] | None = None) -> Any:
+    """The same with `{pocket}` and `{models}` filled in, the drafters' ``folder``, and `{target}`, by default in it."""
     if not isinstance(value, str):
         return {k: located(v, folder, target) for k, v in value.items()} if isinstance(value, dict) else value
-    return re.sub("{(pocket|models|target)}", lambda at: str(target() if at[1] == "target" else folder), value)
+    place = target or (lambda: folder / "target")
+    return re.sub("{(pocket|models|target)}", lambda at: str(place() if at[1] == "target" else folder), value)

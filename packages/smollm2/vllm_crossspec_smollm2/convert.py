@@ -26,14 +26,14 @@ NAMES = {
 """Modules by their names in GGUF. A model with an output layer of its own has one more, and is refused."""
 
 BYTES_PER_WEIGHT = 2
-OTHER_BYTES = 16 << 20
-"""Of the config and the tokenizer, generously."""
+OTHER_BYTES = 32 << 20
+"""Of the config, the tokenizer and the draft model's own layers, generously."""
 
 INDIVIDUAL_DIGITS = ("smollm",)
 """Pre-tokenizers of GGUF that split a text at every digit before anything else."""
-WEIGHTS = "model.safetensors"
 CONTROL = 3
 """GGUF's type of tokens that no text may spell."""
+WEIGHTS = "model.safetensors"
 
 Report = Callable[[int, int], None]
 """Called with how many tensors are done, and of how many."""
@@ -53,9 +53,11 @@ def open_gguf(file: Path) -> Any:
     return reader
 
 
-def num_bytes(reader: Any) -> int:
-    """About what the converted folder takes on a disk."""
-    return sum(int(tensor.n_elements) for tensor in reader.tensors) * BYTES_PER_WEIGHT + OTHER_BYTES
+def num_bytes(reader: Any, drafter: Path) -> int:
+    """About what the converted folder takes on a disk, with a draft model if ``drafter`` holds one."""
+    sizes = {tensor.name: int(tensor.n_elements) for tensor in reader.tensors}
+    num_weights = sum(sizes.values()) + (sizes["token_embd.weight"] if drafter.is_dir() else 0)
+    return num_weights * BYTES_PER_WEIGHT + OTHER_BYTES
 
 
 def convert(reader: Any, out: Path, report: Report = lambda done, total: None) -> None:

@@ -85,7 +85,7 @@ def missing(source: Source = SMOLLM2) -> str | None:
 def cached(source: Source) -> Path:
     """Where the target's folder is, or will be."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    own = f" {_sha256(weights)}" if (weights := OWN / "model.safetensors").is_file() else ""
+    own = f" {_sha256(weights)}" if (weights := OWN / convert.WEIGHTS).is_file() else ""
     mark = hashlib.sha256(f"{source.sha256} {FORMAT}{own}".encode()).hexdigest()[:12]
     return cache / "vllm-crossspec" / f"smollm2-{mark}"
 
@@ -133,7 +133,7 @@ def _make(folder: Path, file: Path) -> None:
     for left in folder.parent.glob(f".{folder.name}.*"):  # by a process that was killed
         shutil.rmtree(left)
     reader = convert.open_gguf(file)
-    if (free := shutil.disk_usage(folder.parent).free) < (needed := convert.num_bytes(reader)):
+    if (free := shutil.disk_usage(folder.parent).free) < (needed := convert.num_bytes(reader, OWN)):
         raise ValueError(_no_room(folder, f"{free >> 20} MiB are free and the model takes {needed >> 20}"))
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as beside:
         made = Path(beside, "made")
