@@ -1,20 +1,19 @@
-"""Draws docs/figures/demo.svg: one answer of the pocket target, plainly and with a tree, as the demo shows it."""
+"""Draws docs/figures/demo.svg: one answer of SmolLM2, plainly and with a drafter, as the demo shows it."""
 
 import io
-import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from vllm_crossspec.cli.demo import demo_prompts, job_of
-from vllm_crossspec.cli.models import POCKET
+from vllm_crossspec.cli.demo import job_of
+from vllm_crossspec.cli.models import choose_set
 from vllm_crossspec.cli.prompts import read_prompts
 from vllm_crossspec.cli.runner import Prompt
 from vllm_crossspec.cli.show import Shown, drawn, show
 
-METHODS, PROMPT, FILE = ("plain", "eagle3-tree"), 13, Path("docs/figures/demo.svg")
+METHODS, PROMPT, FILE = ("plain", "eagle3"), 13, Path("docs/figures/demo.svg")
 
 
 def picture(prompt: Prompt, shown: Sequence[Shown]) -> str:
@@ -26,7 +25,8 @@ def picture(prompt: Prompt, shown: Sequence[Shown]) -> str:
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("CROSSSPEC_FIXED_WIDTHS", "1")  # whole trees, as in the demo
-    asked, sampling = read_prompts(demo_prompts()), {"temperature": 0.0, "max_tokens": 64}
-    jobs = [job_of(m, POCKET.methods[m], POCKET.find(), asked, sampling, max_num_seqs=1) for m in METHODS]
+    models = choose_set("smollm2")
+    folder, engine = models.find(), {"model": str(models.target()), "max_num_seqs": 1}
+    asked, sampling = read_prompts(folder / "prompts.jsonl"), {"temperature": 0.0, "max_tokens": 64}
+    jobs = [job_of(m, models.methods[m], folder, asked, sampling, **engine) for m in METHODS]
     FILE.write_text(picture(asked[PROMPT - 1], show(jobs, asked, PROMPT)))

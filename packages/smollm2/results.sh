@@ -3,7 +3,7 @@
 #
 #   OUT       folder: a table (.md) and all figures (.json) of each part
 #   PROMPTS   JSON lines with prompt and category; by default the package's 24
-#   METHODS   of `crossspec smollm2 METHOD`, with commas; vLLM's own are added where their drafter is among them
+#   METHODS   of `crossspec smollm2 METHOD`, with commas; vLLM's own are added where their drafter is there
 #   PARTS     of batch-1, batch-4, t0.7, t1, 1k, 4k (contexts of so many tokens); all of them by default
 #   REPEATS, TOKENS   turns of every method (3), and tokens of an answer (64)
 set -euo pipefail
@@ -23,13 +23,13 @@ for method in ${methods//,/ }; do
     config=$(crossspec smollm2 "$method") # of its own line, so that a missing drafter ends this
     spec "$method" "$config"
 done
-native() { # NAME FOLDER: the same drafter as vLLM's own chain
-    local model=$here/vllm_crossspec_smollm2/$2
-    [ ! -f "$model/config.json" ] ||
-        spec "vllm-$2" "{\"method\": \"$1\", \"model\": \"$model\", \"num_speculative_tokens\": 4}"
+native() { # METHOD FOLDER LENGTH: the same drafter as vLLM's own chain
+    [ ! -f "$2/config.json" ] ||
+        spec "vllm-$1" "{\"method\": \"$1\", \"model\": \"$2\", \"num_speculative_tokens\": $3}"
 }
-native eagle3 eagle3
-native draft_model draft-model
+native eagle3 "$here/vllm_crossspec_smollm2/eagle3" 4
+native dflash "$here/vllm_crossspec_smollm2/dflash" 7
+native draft_model "$target/draft-model" 4
 spec vllm-ngram '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
 
 bench() { # PART [OPTION...]

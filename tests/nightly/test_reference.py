@@ -177,7 +177,7 @@ def test_eagle3_drafts_as_safeailab(name, how):
 
 
 @pytest.mark.parametrize("how", SAMPLINGS)
-@pytest.mark.parametrize("name", MODELS[:3])  # SmolLM2 has no DFlash drafter
+@pytest.mark.parametrize("name", MODELS)
 def test_dflash_drafts_as_zlab(name, how):
     checkout(zlab)
     check(dflash_agreement(name, how), name, how)
