@@ -16,6 +16,7 @@ from tiny_gguf import CONTROL, install, tiny_llama, write_gguf
 
 from vllm_crossspec.cli import models
 from vllm_crossspec.cli.prompts import read_prompts
+from vllm_crossspec.kinds.identity import identify
 
 PACKAGE = Path(__file__).resolve().parents[1] / "packages" / "smollm2"
 gguf = pytest.importorskip("gguf", reason="the library that reads GGUF files is not installed")
@@ -389,12 +390,23 @@ def test_the_demo_of_smollm2_has_speeds_and_leaves_out_what_is_missing(
     assert "note: left out, for want of models: dflash-tree (dflash)" in err
     assert "tokens a" in out and "speedup" in out and "verified" not in out
     document = json.loads(file.read_text())
-    assert {row["method"] for row in document["rows"]} == {*MODELS.methods} - {"dflash-tree", "whiflash-neural"}
+    assert {row["method"] for row in document["rows"]} == {*MODELS.methods} - {"dflash-tree"}
     assert document["meta"]["model"] == "smollm2"
     assert {row["batch_size"] for row in document["rows"]} == {1}
     code, _, err = crossspec("demo", "--models", "smollm2", "--methods", "dflash-tree")
     assert code == 2 and "dflash holds no model" in err
     assert "verified" in crossspec("demo", "--limit", 1, "--methods", "suffix")[1]  # the pocket's, as tests have it
+
+
+def test_what_is_shipped_is_whole_fits_together_and_names_no_machine():
+    here = PACKAGE / "vllm_crossspec_smollm2"
+    assert models.absent_folders(MODELS.methods, here) == []
+    calibration = json.loads((here / "heterospec" / "calibration.json").read_text())
+    drafter = identify(str(here / "eagle3"), "model")
+    assert calibration["drafter"] == drafter._asdict()
+    texts = [file.read_text() for file in here.rglob("*.json")]
+    assert not any(path in text for text in texts for path in ("/work/", "/root/", "/home/", "/tmp/"))
+    assert sum(file.stat().st_size for file in here.rglob("*") if file.is_file()) < 80_000_000
 
 
 def test_the_prompts_are_of_four_categories_and_name_their_sources():

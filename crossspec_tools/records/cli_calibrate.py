@@ -210,13 +210,20 @@ def _command(answers: options.Answers, spec: str | None, sampling: dict[str, Any
     model, limit = answers.model, answers.limit
     words = ["crossspec", "calibrate", "heterospec"]
     words += ["--model", Path(model).name if Path(model).is_dir() else model] if model else []
-    words += ["--spec", spec if spec.lstrip().startswith("{") else Path(spec).name] if spec else []
+    if spec is not None:
+        is_inline = spec.lstrip().startswith("{")
+        words += ["--spec", json.dumps(json.loads(spec, object_hook=_bare)) if is_inline else Path(spec).name]
     for file in answers.prompts or []:
         words += ["--prompts", file.name]
     words += ["--limit", str(limit)] if limit else []
     for name, value in sampling.items():
         words += [f"--{name.replace('_', '-')}", str(value)]
     return shlex.join(words)
+
+
+def _bare(config: dict[str, Any]) -> dict[str, Any]:
+    """The same with the names alone of local folders and files."""
+    return {k: Path(v).name if isinstance(v, str) and Path(v).exists() else v for k, v in config.items()}
 
 
 def table(rows: list["BinReport"], calibration: "Calibration") -> Table:

@@ -6,6 +6,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from commands import crossspec
 from engines import EAGLE3, POCKET, TARGET
 from safetensors.torch import load_file, save, save_file
 
-from crossspec_tools.records import cart, rounds
+from crossspec_tools.records import cart, cli_calibrate, rounds
 from crossspec_tools.records.shards import shard_path
 from crossspec_tools.train.records import Answer
 from vllm_crossspec.config.parse import parse
@@ -376,6 +377,13 @@ def test_the_same_records_give_the_same_file(tmp_path):
     expected = cart.calibrate(made_rounds(), 5, reading=Reading(1, False), leaf_share=0.0)
     assert replace(other, made={}) == replace(expected, made={}) and other.thresholds != read.thresholds
     assert other.made["leaf_share"] == 0.0 and other.policy().extensions[:2] == (4, 3)
+
+
+def test_the_command_in_the_file_names_no_folder_of_a_machine():
+    spec = json.dumps(SPEC | {"model": str(EAGLE3)})
+    answers = SimpleNamespace(model=str(TARGET), limit=None, prompts=[EAGLE3 / "config.json"])
+    command = cli_calibrate._command(answers, spec, {"temperature": 0.0})
+    assert "/" not in command and '"model": "eagle3"' in command and "--model target" in command
 
 
 TOO_MANY = {"method": "eagle3", "model": str(POCKET / "eagle3"), "tree": {"num_nodes": 255}}

@@ -19,8 +19,8 @@ else
     rows=${ROWS:-6000} steps=${STEPS:-1500} per_step=${PER_STEP:-8} keep=--states type=--float32
     grep -qs avx512_bf16 /proc/cpuinfo && type=--bfloat16 # products that this processor has
     # tcmalloc keeps the memory of large tensors, which glibc fetches anew in every step (Debian: libtcmalloc-minimal4).
-    LD_PRELOAD=$(ldconfig -p 2>/dev/null | grep -o '/.*/libtcmalloc_minimal\.so\.4$' || true)
-    export LD_PRELOAD
+    tcmalloc=$(ldconfig -p 2>/dev/null | grep -o -m 1 '/.*/libtcmalloc_minimal\.so\.4$' || true)
+    [ -z "$tcmalloc" ] || export LD_PRELOAD="$tcmalloc${LD_PRELOAD:+:$LD_PRELOAD}"
 fi
 
 train() { # NAME [OPTION...]
