@@ -317,7 +317,7 @@ def head_cases(batch_size: int, shape: Shape, options: argparse.Namespace) -> It
     most = len(assets.members)
     for probes in options.probes or sorted({min(256, most), default_probes(most)}):
         for grouped in (False, True):
-            settings = {"num_probes": probes, "grouped": grouped, "top_k": TOP_K, "use_kernels": True}
+            settings = {"num_probes": probes, "grouped": grouped, "top_k": TOP_K}
             head = FlashHead(weight, assets, max_rows=batch_size, **settings)
             name = f"flashhead, {probes} probes" + (", grouped" if grouped else "")
             for call, run in (("choice", head.best_token), ("candidates", head.top_tokens)):

@@ -324,12 +324,15 @@ def shuffle_clusters(worker: Any) -> None:
 
 def probe_everything(worker: Any) -> None:
     """Not a break: all clusters are probed, and every answer is compared with the dense head's on the same states."""
+    from vllm_crossspec.drafting.flashhead import kernels
+
     worker.compared = {"rows": 0, "tokens": 0, "different": 0, "furthest": 0.0}
     for proposer in _retrieval_proposers(worker):
         flash, both = proposer.head.head, _Both(proposer.head, _dense_head(proposer), worker.compared)
         everything = len(flash._centroids)
         _replace(worker, flash, "num_probes", lambda number, everything=everything: everything)
-        _replace(worker, flash, "_buffers", lambda made, flash=flash, n=everything: flash._make_buffers(n))
+        buffers = kernels.make_buffers(flash.max_rows, flash._tokens, everything, flash.top_k, keeps_all=True)
+        _replace(worker, flash, "_buffers", lambda made, buffers=buffers: buffers)
         _replace(worker, proposer, "head", lambda own, both=both: both)
 
 

@@ -37,15 +37,11 @@ def keys_for(rows, rows_per_entry=1, use_fp64=False):
 
 
 def heads(weight, assets, offsets, **settings):
-    """The head by kernels and by PyTorch operations, every buffer poisoned, and the dense one."""
-    settings = {"max_rows": 20, "top_k": TOP_K, "is_coupled": True} | settings
-    made = []
-    for uses_kernels in (True, False):
-        head = FlashHead(weight, assets, use_kernels=uses_kernels, **settings)
-        for buffer in (*head._buffers, head._best, head._top, head._log_probs):
-            buffer.fill_(POISON)
-        made.append(RetrievalHead(head, offsets))
-    return made, DenseHead(lambda hidden: hidden @ weight.t(), offsets)
+    """The head, every buffer poisoned, and the dense one."""
+    head = FlashHead(weight, assets, **{"max_rows": 20, "top_k": TOP_K, "is_coupled": True} | settings)
+    for buffer in (*head._buffers, head._best, head._top, head._log_probs):
+        buffer.fill_(POISON)
+    return RetrievalHead(head, offsets), DenseHead(lambda hidden: hidden @ weight.t(), offsets)
 
 
 def offsets_for(vocab_size, reduced):
@@ -60,13 +56,12 @@ def test_with_all_clusters_probed_it_is_the_dense_coupled_head(shape, reduced, u
     retrieval, dense = heads(weight, assets, offsets_for(len(weight), reduced), num_probes=len(assets.members))
     for rows_per_entry, sharpness in ((1, 1.0), (5, 1.0), (5, 2.0)):
         keys = keys_for(len(hidden), rows_per_entry, use_fp64)._replace(sharpness=sharpness)
-        for head in retrieval:
-            assert torch.equal(head.choose(hidden, keys), dense.choose(hidden, keys))
-            few, expected = head.candidates(hidden, keys, TOP_K), dense.candidates(hidden, keys, TOP_K)
-            for found, wanted in zip(few, expected, strict=True):
-                torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+        assert torch.equal(retrieval.choose(hidden, keys), dense.choose(hidden, keys))
+        few, expected = retrieval.candidates(hidden, keys, TOP_K), dense.candidates(hidden, keys, TOP_K)
+        for found, wanted in zip(few, expected, strict=True):
+            torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
     plain = dense.choose(hidden, None)
-    assert torch.equal(retrieval[0].choose(hidden, None), plain)
+    assert torch.equal(retrieval.choose(hidden, None), plain)
     assert not torch.equal(dense.choose(hidden, keys_for(len(hidden))), plain)  # the noise does decide
 
 
@@ -76,7 +71,7 @@ def test_wherever_the_winner_is_a_candidate_it_wins(reduced):
     shape = (20, 24, 30, 9, 6, (11, 12))
     hidden, weight, assets = make(shape, seed=2)
     offsets, keys = offsets_for(len(weight), reduced), keys_for(20)
-    retrieval, dense = heads(weight, assets, offsets)
+    head, dense = heads(weight, assets, offsets)
     noisy = noise.add_target_noise(keys._replace(offsets=offsets), hidden @ weight.t())
     clusters = probed_clusters(hidden, assets, assets.num_probes)
     best = [
@@ -85,29 +80,28 @@ def test_wherever_the_winner_is_a_candidate_it_wins(reduced):
     ]
     is_dense = torch.tensor(best, device=DEVICE) == noisy.argmax(dim=1)
     assert 0.2 < is_dense.float().mean() < 0.95  # both cases are there
-    for head in retrieval:
-        chosen = head.choose(hidden, keys)
-        assert torch.equal(chosen, head.to_target(torch.tensor(best, device=DEVICE)))
-        assert torch.equal(chosen == dense.choose(hidden, keys), is_dense)
-        assert torch.equal(head.candidates(hidden, keys, TOP_K)[1][:, 0], chosen)
+    chosen = head.choose(hidden, keys)
+    assert torch.equal(chosen, head.to_target(torch.tensor(best, device=DEVICE)))
+    assert torch.equal(chosen == dense.choose(hidden, keys), is_dense)
+    assert torch.equal(head.candidates(hidden, keys, TOP_K)[1][:, 0], chosen)
 
 
 def test_greedy_and_padding_rows_stay_as_they_are():
     hidden, weight, assets = make((10, 16, 20, 4, 5, (1,)))
     keys = keys_for(10)
     untouched = (keys.idx_mapping < 1).nonzero().flatten()
-    for head in heads(weight, assets, None)[0]:
-        plain = head.choose(hidden, None).clone()
-        assert torch.equal(head.choose(hidden, keys)[untouched], plain[untouched])
+    head = heads(weight, assets, None)[0]
+    plain = head.choose(hidden, None).clone()
+    assert torch.equal(head.choose(hidden, keys)[untouched], plain[untouched])
 
 
 def test_other_positions_and_seeds_give_other_choices():
     hidden, weight, assets = make((20, 16, 40, 8, 20, ()))
     keys = keys_for(20)
-    for head in heads(weight, assets, None)[0]:
-        chosen = head.choose(hidden, keys).clone()
-        for changed in (keys._replace(positions=keys.positions + 1), keys._replace(seeds=keys.seeds + 1)):
-            assert not torch.equal(head.choose(hidden, changed), chosen)
+    head = heads(weight, assets, None)[0]
+    chosen = head.choose(hidden, keys).clone()
+    for changed in (keys._replace(positions=keys.positions + 1), keys._replace(seeds=keys.seeds + 1)):
+        assert not torch.equal(head.choose(hidden, changed), chosen)
 
 
 # -- drawn clusters -------------------------------------------------------------------------------------------------
@@ -126,8 +120,8 @@ def test_noise_of_clusters_is_its_twins(shape, reduced, use_fp64):
     for rows_per_entry in (1, 5):
         keys = keys_for(rows, rows_per_entry, use_fp64)._replace(offsets=offsets)
         found, expected = scores.clone(), scores[:rows].clone()
-        noise.add_cluster_noise(keys, found[:rows], lengths, members, True)
-        noise.add_cluster_noise(keys, expected, lengths, members, False)
+        noise.add_cluster_noise(keys, found[:rows], lengths, members)
+        noise.add_cluster_noise_naive(keys, expected, lengths, members)
         torch.testing.assert_close(found[:rows], expected, rtol=1e-5, atol=1e-5)
         untouched = (keys.idx_mapping < 1).repeat_interleave(rows_per_entry)
         assert torch.equal(found[:rows][untouched], scores[:rows][untouched]) and torch.equal(found[rows], scores[rows])
@@ -140,7 +134,7 @@ def test_the_best_candidate_of_the_drawn_clusters_wins(reduced):
     hidden, weight, assets = make((20, 24, 30, 9, 6, (11, 12)), seed=2)
     assets = assets._replace(centroids=assets.centroids * torch.linspace(0.2, 3, 30)[:, None])
     offsets, keys = offsets_for(len(weight), reduced), keys_for(20)
-    (by_kernels, by_operations), _ = heads(weight, assets, offsets, draws=True)
+    head, _ = heads(weight, assets, offsets, draws=True)
     noisy = noise.add_target_noise(keys._replace(offsets=offsets), hidden @ weight.t())
     ids = torch.arange(len(weight), device=DEVICE)
     keyed = noise.gumbel_noise_naive(
@@ -158,9 +152,8 @@ def test_the_best_candidate_of_the_drawn_clusters_wins(reduced):
         max(naive.candidates(row, assets.members, assets.special_token_ids), key=lambda token: float(line[token]))
         for row, line in zip(clusters, noisy, strict=True)
     ]
-    for head in (by_kernels, by_operations):
-        assert torch.equal(head.choose(hidden, keys), head.to_target(torch.tensor(best, device=DEVICE)))
-        assert torch.equal(head.candidates(hidden, keys, TOP_K)[1][:, 0], head.choose(hidden, keys))
+    assert torch.equal(head.choose(hidden, keys), head.to_target(torch.tensor(best, device=DEVICE)))
+    assert torch.equal(head.candidates(hidden, keys, TOP_K)[1][:, 0], head.choose(hidden, keys))
 
 
 def test_clusters_are_drawn_from_the_softmax_of_the_stored_centroids():
@@ -172,7 +165,7 @@ def test_clusters_are_drawn_from_the_softmax_of_the_stored_centroids():
     members = torch.randperm(4096, generator=torch.Generator().manual_seed(0))[: 6 * 16].view(6, 16)
     slots, seeds = torch.zeros(rows, dtype=torch.int32), torch.tensor([11])
     keys = NoiseKeys(slots, torch.arange(rows), torch.tensor([temperature]), seeds)
-    noise.add_cluster_noise(keys, scores, lengths, members, False)
+    noise.add_cluster_noise_naive(keys, scores, lengths, members)
     first, second = scores.topk(2, dim=1).indices.unbind(dim=1)
     p = (stored / temperature).softmax(dim=0)
     pairs = p[:, None] * p[None, :] / (1 - p[:, None])
@@ -200,12 +193,12 @@ def test_float8_centroids_probe_nearly_the_same_clusters(caplog):
     """Three bits of mantissa and a scale of its own leave each of 64 components within 1/16, the sum much closer."""
     hidden, weight, assets = make((24, 64, 60, 8, 12, ()), seed=3)
     exact = F.normalize(assets.centroids.to(DEVICE), dim=1)
-    head = FlashHead(weight, assets, max_rows=24, centroid_dtype=NARROW, use_kernels=False)
+    head = FlashHead(weight, assets, max_rows=24, centroid_dtype=NARROW)
     if DEVICE == "cpu":
         assert "has no float8_e4m3fn" in caplog.text and head._scales is None
         difference = (head._centroids - exact).abs()
         assert difference.max() > 0 and (difference <= exact.abs() / 16 + exact.abs().amax(dim=1)[:, None] / 400).all()
-    plain = FlashHead(weight, assets, max_rows=24, use_kernels=False)
+    plain = FlashHead(weight, assets, max_rows=24)
     assert (head.best_token(hidden) == plain.best_token(hidden)).float().mean() > 0.9
 
 
@@ -231,7 +224,7 @@ def test_a_call_takes_four_launches_five_for_trees_and_one_more_a_noise(monkeypa
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Counting(getattr(module, name), launched))
     for draws in (False, True):
-        head = heads(weight, assets, None, draws=draws)[0][0]
+        head = heads(weight, assets, None, draws=draws)[0]
         for keys, more in ((None, 0), (keys_for(rows), 1 + draws)):
             for call, arguments, usual in ((head.choose, (), 4), (head.candidates, (3,), 5)):
                 launched.clear()
@@ -258,7 +251,7 @@ def check(rows, candidates, *keys):
 
 def draw(rows, size, *keys):
     members = torch.zeros(300, size, dtype=torch.int32)
-    noise.add_cluster_noise(keys_of(rows, *keys), torch.zeros(rows, 300), torch.ones(300), members, True)
+    noise.add_cluster_noise(keys_of(rows, *keys), torch.zeros(rows, 300), torch.ones(300), members)
 
 check(1, 9488, torch.int32, False, None)
 check(3, 4099, torch.int64, True, torch.zeros(32000, dtype=torch.int64))

@@ -158,19 +158,15 @@ def _add_candidate_noise_kernel(
         tl.store(packed_ptr + row * num_packed + p, best, mask=p < num_packed)
 
 
-def add_candidate_noise(
-    keys: NoiseKeys, scores: torch.Tensor, tokens: torch.Tensor, packed: torch.Tensor | None
-) -> None:
+def add_candidate_noise(keys: NoiseKeys, scores: torch.Tensor, tokens: torch.Tensor, packed: torch.Tensor) -> None:
     """As :func:`add_target_noise`, for the tokens that a FlashHead scored, in place; one launch.
 
     Args:
         keys: of the rows.
         scores: float32 [rows, N]; -inf stays.
         tokens: int [rows, N] draft ids.
-        packed: int64 [rows, ceil(N / SLOTS)] of ``drafting.flashhead.kernels``, written again; None without kernels.
+        packed: int64 [rows, ceil(N / SLOTS)] of ``drafting.flashhead.kernels``, written again.
     """
-    if packed is None:
-        return add_candidate_noise_naive(keys, scores, tokens)
     assert scores.is_contiguous() and tokens.is_contiguous() and packed.is_contiguous()
     (num_rows, num_packed), block = packed.shape, BLOCK // SLOTS
     sizes = (scores, tokens, packed, scores.shape[1], num_packed, keys.sharpness)
@@ -211,9 +207,7 @@ def _add_cluster_noise_kernel(
         tl.store(scores_ptr + row * num_clusters + c, score * length / temperature + most, mask=is_cluster)
 
 
-def add_cluster_noise(
-    keys: NoiseKeys, scores: torch.Tensor, lengths: torch.Tensor, members: torch.Tensor, uses_kernels: bool
-) -> None:
+def add_cluster_noise(keys: NoiseKeys, scores: torch.Tensor, lengths: torch.Tensor, members: torch.Tensor) -> None:
     """Change the clusters' scores of sampled rows, so that the best P are drawn without replacement; one launch.
 
     They are drawn from the softmax of the states' products with the stored centroids, over the temperature (Gumbel
@@ -225,10 +219,7 @@ def add_cluster_noise(
         scores: float32 [rows, C] products with normalised centroids, changed in place.
         lengths: float32 [C] of the stored centroids.
         members: int [C, M] draft ids.
-        uses_kernels: whether to use the kernel instead of PyTorch operations.
     """
-    if not uses_kernels:
-        return add_cluster_noise_naive(keys, scores, lengths, members)
     assert scores.is_contiguous() and members.is_contiguous()
     (num_rows, num_clusters), size = scores.shape, members.shape[1]
     block_m = triton.next_power_of_2(size)
@@ -238,7 +229,7 @@ def add_cluster_noise(
     _add_cluster_noise_kernel[grid](scores, lengths, members, num_clusters, *keys.arguments, **constants, **blocks)
 
 
-# -- the same in plain PyTorch, for tests and for heads of PyTorch operations ------------------------------------------
+# -- the same in plain PyTorch, for tests ------------------------------------------------------------------------------
 
 _BITS = 0xFFFFFFFF
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from vllm_crossspec.drafting.flashhead import kernels, torch_ops
+from vllm_crossspec.drafting.flashhead import kernels, merge
 from vllm_crossspec.drafting.flashhead.assets import Assets
 
 MAX_TOP_K = 64
@@ -23,12 +23,12 @@ class Noise(NamedTuple):
     """Functions of ``drafting.noise`` that change the scores of sampled requests in place.
 
     Attributes:
-        of_candidates: takes scores, tokens, and the packed best of every ``kernels.SLOTS`` (None without kernels).
-        of_clusters: takes scores, the centroids' lengths, the clusters' tokens, and whether to use kernels.
+        of_candidates: takes scores, tokens, and the packed best of every ``kernels.SLOTS``.
+        of_clusters: takes scores, the centroids' lengths, and the clusters' tokens.
     """
 
-    of_candidates: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
-    of_clusters: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
+    of_candidates: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    of_clusters: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 class TopTokens(NamedTuple):
@@ -59,9 +59,9 @@ class Shard(NamedTuple):
 class FlashHead:
     """Next tokens of hidden states without the vocabulary's logits.
 
-    All buffers are made here, so a CUDA graph can hold the calls; results are valid until the next call. GPUs run
-    kernels, other devices PyTorch operations. Under tensor parallelism every rank probes the same clusters and scores
-    the tokens whose rows it has; one gather then gives every rank the best.
+    All buffers are made here, so a CUDA graph can hold the calls; results are valid until the next call. Under
+    tensor parallelism every rank probes the same clusters and scores the tokens whose rows it has; one gather then
+    gives every rank the best.
 
     Args:
         weight: float [V, D], the drafter's output embedding or a ``shard``'s rows; copied only if ``grouped``.
@@ -74,7 +74,6 @@ class FlashHead:
         grouped: whether to keep a copy of the rows in cluster order, which is read in longer pieces.
         centroid_dtype: of the centroids; None: the embedding's. float8_e4m3fn has one scale per centroid; a device
             without it keeps the rounded numbers in the embedding's type.
-        use_kernels: None: on a GPU.
         shard: the rows of ``weight``; None: all of them.
 
     Raises:
@@ -93,7 +92,6 @@ class FlashHead:
         draws: bool = False,
         grouped: bool = False,
         centroid_dtype: torch.dtype | None = None,
-        use_kernels: bool | None = None,
         shard: Shard | None = None,
     ):
         num_clusters = len(assets.members)
@@ -108,7 +106,6 @@ class FlashHead:
             raise ValueError(f"top_k {top_k}: the head gives at most {MAX_TOP_K} candidates")
         self.max_rows, self.top_k = max_rows, top_k
         device = weight.device
-        self._uses_kernels = device.type == "cuda" if use_kernels is None else use_kernels
         centroids = F.normalize(assets.centroids.to(device, torch.float32), dim=1)
         self._centroids, self._scales = _narrow(centroids, centroid_dtype or weight.dtype, weight.dtype)
         self._lengths = assets.centroids.to(device, torch.float32).norm(dim=1) if draws else None
@@ -118,13 +115,7 @@ class FlashHead:
         self._top = torch.zeros(max_rows, width, dtype=torch.int64, device=device)
         self._log_probs = torch.zeros(max_rows, width, dtype=torch.float32, device=device)
         self._own = torch.zeros(max_rows, dtype=torch.float32, device=device)  # this rank's scores or log-sums
-        self._keeps_all = is_coupled
-        self._buffers = self._make_buffers(self.num_probes)
-
-    def _make_buffers(self, num_probes: int) -> kernels.Buffers:
-        """The kernels' buffers for ``num_probes`` clusters; empty without kernels."""
-        rows = self.max_rows if self._uses_kernels else 0
-        return kernels.make_buffers(rows, self._tokens, num_probes, self.top_k, self._keeps_all)
+        self._buffers = kernels.make_buffers(max_rows, self._tokens, self.num_probes, top_k, is_coupled)
 
     def best_token(self, hidden: torch.Tensor, noise: Noise | None = None) -> torch.Tensor:
         """int64 [B] tokens with the highest score for states [B, D], after ``noise`` has changed the scores.
@@ -133,14 +124,8 @@ class FlashHead:
         """
         out = self._best[: self._check(hidden)]
         scores = None if self._shard is None else self._own[: len(hidden)]
-        if self._uses_kernels:
-            self._score(hidden, noise, keeps_all=noise is not None)
-            kernels.best_token(packed=self._buffers.packed, out=out, scores=scores)
-        else:
-            own, ids = self._candidates(hidden, noise, is_unique=False)
-            out.copy_(torch_ops.best_token(own, ids))
-            if scores is not None:
-                scores.copy_(own.amax(dim=1))
+        self._score(hidden, noise, keeps_all=noise is not None)
+        kernels.best_token(packed=self._buffers.packed, out=out, scores=scores)
         return out if scores is None else self._best_of_ranks(out, scores)
 
     def top_tokens(self, hidden: torch.Tensor, noise: Noise | None = None) -> TopTokens:
@@ -149,21 +134,15 @@ class FlashHead:
         num_rows = self._check(hidden)
         out = TopTokens(self._top[:num_rows], self._log_probs[:num_rows])
         log_sums = None if self._shard is None else self._own[:num_rows]
-        if self._uses_kernels:
-            self._score(hidden, noise, keeps_all=True)
-            kernels.top_tokens(buffers=self._buffers, tokens=out.tokens, log_probs=out.log_probs, log_sums=log_sums)
-        else:
-            scores, ids = self._candidates(hidden, noise, is_unique=True)
-            _write(out, torch_ops.top_tokens(scores, ids, self.top_k))
-            if log_sums is not None:
-                log_sums.copy_(scores.logsumexp(dim=1))
+        self._score(hidden, noise, keeps_all=True)
+        kernels.top_tokens(buffers=self._buffers, tokens=out.tokens, log_probs=out.log_probs, log_sums=log_sums)
         return out if log_sums is None else self._top_of_ranks(out, log_sums)
 
     def _best_of_ranks(self, out: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Write each row's best token of all ranks, given this rank's best [B] and its score [B]."""
         assert self._shard is not None
         found = self._shard.gather(torch.stack((scores, out.float()), dim=1)).view(len(out), -1, 2)
-        return out.copy_(torch_ops.best_token(found[:, :, 0], found[:, :, 1].long()))
+        return out.copy_(merge.best_token(found[:, :, 0], found[:, :, 1].long()))
 
     def _top_of_ranks(self, out: TopTokens, log_sums: torch.Tensor) -> TopTokens:
         """Write each row's best tokens of all ranks, given this rank's and its log-sums [B]."""
@@ -171,23 +150,14 @@ class FlashHead:
         own = torch.cat((out.log_probs, out.tokens.float(), log_sums[:, None]), dim=1)
         found = self._shard.gather(own).view(len(own), -1, own.shape[1])
         log_probs, tokens, sums = found.split((self.top_k, self.top_k, 1), dim=2)
-        return _write(out, torch_ops.merge_top_tokens(tokens.long(), log_probs, sums[:, :, 0], self.top_k))
+        merged = merge.merge_top_tokens(tokens.long(), log_probs, sums[:, :, 0], self.top_k)
+        out.tokens.copy_(merged[0])
+        out.log_probs.copy_(merged[1])
+        return out
 
     def _check(self, hidden: torch.Tensor) -> int:
         assert hidden.ndim == 2 and len(hidden) <= self.max_rows and hidden.shape[1] == self._centroids.shape[1]
         return len(hidden)
-
-    def _candidates(
-        self, hidden: torch.Tensor, noise: Noise | None, is_unique: bool
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores and ids [B, N] by PyTorch operations."""
-        scores = torch_ops.score_centroids(hidden, self._centroids)
-        self._draw(scores, noise)
-        clusters = torch_ops.select_clusters(scores, self.num_probes)
-        scores, ids = torch_ops.score(hidden, self._tokens, clusters, is_unique)
-        if noise is not None:
-            noise.of_candidates(scores, ids, None)
-        return scores, ids
 
     def _score(self, hidden: torch.Tensor, noise: Noise | None, keeps_all: bool) -> None:
         """Write the candidates' scores and the best of every ``kernels.SLOTS`` into the buffers, by kernels."""
@@ -203,13 +173,7 @@ class FlashHead:
     def _draw(self, scores: torch.Tensor, noise: Noise | None) -> None:
         """Change the centroids' scores [B, C] in place, so that sampled rows draw their clusters."""
         if self._lengths is not None and noise is not None:
-            noise.of_clusters(scores, self._lengths, self._tokens.members, self._uses_kernels)
-
-
-def _write(out: TopTokens, found: tuple[torch.Tensor, torch.Tensor]) -> TopTokens:
-    for buffer, one in zip(out, found, strict=True):
-        buffer.copy_(one)
-    return out
+            noise.of_clusters(scores, self._lengths, self._tokens.members)
 
 
 def _narrow(
