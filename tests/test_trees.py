@@ -163,7 +163,7 @@ def count_levels(worker: Any, cut: bool) -> None:
 
     sabotage._replace(worker, proposer, "_forward_beam", counted)
     if not cut:
-        sabotage._replace(worker, proposer, "_depth_of", lambda _: lambda step: proposer.drafter.depth)
+        sabotage._replace(worker, proposer, "_growth_for", lambda _: lambda step: proposer.growths[-1])
 
 
 @pytest.mark.skipif(engines.REPLAYS_GRAPHS, reason="one graph holds all levels")

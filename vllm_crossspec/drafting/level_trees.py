@@ -26,6 +26,26 @@ from vllm_crossspec.trees.builders.dynamic import Beam
 from vllm_crossspec.types import Candidates, Sizing, StepInputs
 from vllm_crossspec.vllm_api import run
 
+NARROW = {4: (3, 3), 12: (5, 5)}
+"""Levels, and nodes of each, that are grown where a request's step verifies at most so many nodes."""
+
+
+@dataclasses.dataclass
+class Growth:
+    """A size of trees that can be grown.
+
+    Attributes:
+        nodes: most nodes of a request that are verified of such trees.
+        depth: levels, without those of extensions.
+        builder: of the trees, for as many levels and nodes of each.
+        graphs: all levels, by batch size; None before vLLM asks for graphs.
+    """
+
+    nodes: int
+    depth: int
+    builder: Any
+    graphs: RowGraphManager | None = None
+
 
 class LevelPass(NamedTuple):
     """Context of a pass over a level for vLLM's layers.
@@ -49,6 +69,7 @@ class LevelTrees(HeadSampling):
       in a scratch of every layer. So a tree needs no slots in the paged cache.
     - All levels are one CUDA graph. Trees sized by request have a second one for the extension levels, because the host
       learns the bins after the ordinary levels.
+    - Where few nodes are verified, fewer and smaller levels are grown, by graphs of their own (:data:`NARROW`).
     """
 
     drafts_over_trees = True
@@ -62,33 +83,41 @@ class LevelTrees(HeadSampling):
     def __init__(self, vllm_config: VllmConfig, device: torch.device, name: str, settings: CrossSpecConfig):
         super().__init__(vllm_config, device, name, settings)
         drafter, tree, max_num_reqs = self.drafter, self.drafter.tree, self.max_num_reqs
-        top_k, policy, self.max_depth = tree.top_k, drafter.policy, drafter.max_depth
-        assert top_k is not None
+        policy, self.max_depth = drafter.policy, drafter.max_depth
+        assert tree.top_k is not None and tree.num_nodes is not None
         self.tree = empty_tree(max_num_reqs, settings.num_nodes, device)
         self.sizer = None if policy is None else TreeSizer(policy, drafter.depth, max_num_reqs, device)
-        self.builder = tree_kind(tree.type, "tree.type").load_builder()(
+        build = functools.partial(
+            tree_kind(tree.type, "tree.type").load_builder(),
             num_nodes=tree.num_nodes,
-            depth=self.max_depth,
-            top_k=top_k,
             max_num_reqs=max_num_reqs,
             device=device,
             first_row=self.shared_rows,
             **tree.options(has_ngrams=False),
         )
-        self.level_rows = top_k + self.shared_rows
+        sizes = {tree.num_nodes: (drafter.depth, tree.top_k)}
+        is_whole = tree.by_batch_size is None or self.contemplates or self.sizer is not None  # bins are of whole trees
+        if not is_whole:
+            own = {nodes: (min(d, drafter.depth), min(k, tree.top_k)) for nodes, (d, k) in NARROW.items()}
+            sizes = {nodes: size for nodes, size in own.items() if nodes < tree.num_nodes} | sizes
+        self.growths = [
+            Growth(nodes, depth, build(depth=depth if nodes < tree.num_nodes else self.max_depth, top_k=top_k))
+            for nodes, (depth, top_k) in sizes.items()
+        ]
+        self.growth, top_k = self.growths[-1], tree.top_k
         max_rows = max_num_reqs * self.level_rows
         self.root_log_probs = torch.zeros(max_num_reqs, top_k, dtype=torch.float32, device=device)
         self.root_tokens = torch.zeros(max_num_reqs, top_k, dtype=torch.int64, device=device)
         self.level_positions = torch.zeros(max_rows, dtype=torch.int64, device=device)
         # The first pass's type, because a compiled model assumes the types that it was traced with.
         self.level_ids = torch.zeros(max_rows, dtype=self.input_buffers.input_ids.dtype, device=device)
-        levels = torch.arange(1, self.max_depth + 1, dtype=torch.int32, device=device)
-        self.tail_lengths = self.shared_rows + top_k * levels
+        # Entry i is i: how many rows of the scratch are filled.
+        most_rows = self.shared_rows + self.max_depth * top_k
+        self.tail_lengths = torch.arange(most_rows + 1, dtype=torch.int32, device=device)
         # The states of the last ordinary level, for the extension levels in another graph.
         kept_rows = max_num_reqs * top_k if self.max_depth > drafter.depth else 0
         self.last_states = torch.zeros(kept_rows, self.state_size, dtype=self.dtype, device=device)
         self.scratches: dict[str, torch.Tensor] = {}
-        self.level_cudagraph_manager: RowGraphManager | None = None
         self.extension_managers: dict[int, RowGraphManager] = {}
 
     # -- loading ----------------------------------------------------------------------------------------------
@@ -117,6 +146,16 @@ class LevelTrees(HeadSampling):
         self.no_slots = torch.full((num_groups, max_rows), PAD_SLOT_ID, dtype=torch.int64, device=self.device)
 
     @property
+    def builder(self) -> Any:
+        """Of the trees that are grown now."""
+        return self.growth.builder
+
+    @property
+    def level_rows(self) -> int:
+        """Rows of a request in each pass over a level."""
+        return int(self.builder.top_k) + self.shared_rows
+
+    @property
     def state_size(self) -> int:
         """H of the state that a node passes to its children besides keys and values."""
         return self.hidden_size
@@ -134,17 +173,21 @@ class LevelTrees(HeadSampling):
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         # One graph per batch size for all levels, and one more for each extension.
         super().init_cudagraph_manager(cudagraph_mode)
-        manager = functools.partial(RowGraphManager, self, cudagraph_mode, self.level_rows, causal=False)
-        self.level_cudagraph_manager = manager(prepare=self._plan_growth)
+        manager = functools.partial(RowGraphManager, self, cudagraph_mode, causal=False)
+        for growth in self.growths:
+            rows = growth.builder.top_k + self.shared_rows
+            growth.graphs = manager(rows_per_req=rows, prepare=self._plan_growth)
         extensions = self.sizer.policy.extensions if self.sizer is not None and self.grows_on else ()
-        self.extension_managers = {extension: manager() for extension in sorted(set(extensions))}
+        self.extension_managers = {levels: manager(rows_per_req=self.level_rows) for levels in sorted(set(extensions))}
 
     def capture(self) -> None:
         super().capture()
-        assert self.level_cudagraph_manager is not None
-        graphs = [(self.level_cudagraph_manager, self._grow)]
-        graphs += [(m, functools.partial(self._extend, extension)) for extension, m in self.extension_managers.items()]
-        for manager, grow in graphs:
+        whole = self.growths[-1]
+        graphs = [(growth, growth.graphs, self._grow) for growth in self.growths]
+        graphs += [(whole, m, functools.partial(self._extend, levels)) for levels, m in self.extension_managers.items()]
+        for growth, manager, grow in graphs:  # the whole one comes last, and stays
+            assert manager is not None
+            self.growth = growth
             # vLLM also passes rows, slots and a mode, which a level does not need.
             manager.capture(
                 lambda num_reqs, _, *told, grow=grow: grow(num_reqs, LevelPass(told[0], told[2])),
@@ -168,10 +211,10 @@ class LevelTrees(HeadSampling):
         *_: Any,
         **__: Any,
     ) -> torch.Tensor:
-        """Keep the root's candidates for :meth:`_grow`; return the first of them (arguments are vLLM's)."""
+        """Keep a whole tree's first candidates for :meth:`_grow`; return the very first (arguments are vLLM's)."""
         num_reqs = hidden_states.shape[0]
         keys = self.coupling(idx_mapping, sample_src_positions, temperature, seeds)
-        log_probs, tokens = self.head.candidates(hidden_states, keys, self.builder.top_k)
+        log_probs, tokens = self.head.candidates(hidden_states, keys, self.root_tokens.shape[1])
         self.root_log_probs[:num_reqs], self.root_tokens[:num_reqs] = log_probs, tokens
         return tokens[:, 0]
 
@@ -186,7 +229,8 @@ class LevelTrees(HeadSampling):
 
     def _grow_batch(self, step: StepInputs, num_reqs: int) -> Sizing | None:
         """Grow the batch's trees, by captured graphs if its size has some; return their sizing."""
-        how = run.dispatch(self, self.level_cudagraph_manager, num_reqs, self.level_rows, step)
+        self.growth = self._growth_for(step)
+        how = run.dispatch(self, self.growth.graphs, num_reqs, self.level_rows, step)
         metadata = None
         if not how.in_graph:
             self._prepare_growth()
@@ -194,11 +238,11 @@ class LevelTrees(HeadSampling):
                 metadata = self._level_metadata(how.desc, num_reqs, step.batch.seq_lens_cpu_upper_bound)
         told = LevelPass(metadata, how.tokens_across_dp)
         if how.in_graph:
-            assert self.level_cudagraph_manager is not None
+            assert self.growth.graphs is not None
             run.map_block_tables(self)
-            self.level_cudagraph_manager.run_fullgraph(how.desc)
+            self.growth.graphs.run_fullgraph(how.desc)
         else:
-            self._grow(num_reqs, told, self._depth_of(step))
+            self._grow(num_reqs, told)
         if self.sizer is None:
             return None
         sizing = self.sizer.sizing(self._bins(num_reqs, step.is_dummy), self.builder.limits)
@@ -210,11 +254,15 @@ class LevelTrees(HeadSampling):
                 self._extend(extension, num_reqs, told)
         return sizing
 
-    def _depth_of(self, step: StepInputs) -> int:
-        """Levels to grow: at most the number of nodes that the next step verifies."""
-        if not step.num_scheduled or self.sizer is not None:  # 0: recorded, not verified
-            return self.drafter.depth
-        return max(1, min(self.drafter.depth, verified_nodes(step.num_scheduled, self.contemplates)))
+    def _growth_for(self, step: StepInputs) -> Growth:
+        """The smallest trees that have the nodes which the next step verifies; data-parallel ranks grow alike."""
+        tokens = step.num_scheduled
+        if step.is_dummy:  # as many as it verifies itself
+            tokens = int(step.batch.num_tokens) // max(int(step.batch.num_reqs), 1) - 1
+        if not tokens or step.dp_sync is not None:  # 0: recorded, not verified
+            return self.growths[-1]
+        nodes = verified_nodes(tokens, self.contemplates)
+        return next((growth for growth in self.growths if nodes <= growth.nodes), self.growths[-1])
 
     def _prepare_growth(self) -> None:
         """Compute lengths and query rows of the levels from the first pass's buffers."""
@@ -249,14 +297,14 @@ class LevelTrees(HeadSampling):
             slot_mappings=self.no_slots[:, : (desc.num_reqs or num_reqs) * rows],
         )
 
-    def _grow(self, num_reqs: int, told: LevelPass, depth: int | None = None) -> None:
-        """Grow all ordinary levels, or ``depth``, from the root's candidates; no sync, so a graph can hold it.
+    def _grow(self, num_reqs: int, told: LevelPass) -> None:
+        """Grow all ordinary levels from the root's candidates; no sync, so a graph can hold it.
 
         Then the trees are finished, or assessed if extension levels can follow.
         """
         tree = self.builder
-        beam = tree.start(self.root_log_probs[:num_reqs], self.root_tokens[:num_reqs])
-        levels = range(1, depth or self.drafter.depth)
+        beam = tree.start(self.root_log_probs[:num_reqs, : tree.top_k], self.root_tokens[:num_reqs, : tree.top_k])
+        levels = range(1, self.growth.depth)
         roots = self.hidden_states[:num_reqs, : self.state_size]
         states = self._expand(levels, beam, roots, told)
         if self.sizer is not None:
@@ -334,11 +382,12 @@ class LevelTrees(HeadSampling):
         metadata = told.attn_metadata
         if metadata is None:
             return
+        length = self.shared_rows + level * self.builder.top_k
         for name, scratch in self.scratches.items():
             tail = DraftTail(
                 scratch=scratch,
                 row_mask=masks.reshape(-1, masks.shape[-1]),
-                length=self.tail_lengths[level - 1 : level],
+                length=self.tail_lengths[length : length + 1],
                 num_reqs=num_reqs,
                 queries_per_req=self.level_rows,
                 has_shared=self.shared_rows > 0,

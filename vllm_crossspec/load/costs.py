@@ -74,7 +74,7 @@ def seconds_at(measured: Mapping[int, float], batch: int, extend: bool = False) 
 class Mean:
     """A running mean that weighs at most ``memory`` values; it begins at 0, which counts as ``weight`` values."""
 
-    def __init__(self, weight: int = 0, memory: int = MEMORY_ROUNDS):
+    def __init__(self, weight: float = 0, memory: int = MEMORY_ROUNDS):
         self.value, self.weight, self._memory = 0.0, weight, memory
 
     def add(self, value: float, bound: float = math.inf) -> float:
@@ -86,9 +86,9 @@ class Mean:
         self.value += off / self.weight
         return off
 
-    def towards(self, prior: float) -> float:
-        """The mean, drawn to ``prior`` while there are few values."""
-        return (self.weight * self.value + PRIOR_ROUNDS * prior) / (self.weight + PRIOR_ROUNDS)
+    def towards(self, prior: float, rounds: int = PRIOR_ROUNDS) -> float:
+        """The mean, drawn to ``prior``, which weighs as much as so many rounds, while there are few values."""
+        return (self.weight * self.value + rounds * prior) / (self.weight + rounds)
 
 
 # -- rounds by drafter ------------------------------------------------------------------------------------------------

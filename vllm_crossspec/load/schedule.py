@@ -24,13 +24,17 @@ chains of 7, the low end of what is published for a public EAGLE-3 checkpoint of
 4.6 of a tree of 60, below the EAGLE-3 paper's. Too low a guess drops drafts early under load; it never slows serving.
 """
 
+NARROW_WIDTHS = (5, 3)
+"""Draft tokens that pay where a step of many rows does not: with some requests on a GPU, and on a CPU."""
 PROBE_ROUNDS = 4
 """Rounds in a row that try another width. The first costs what the two widths cost together."""
 FIRST_INTERVAL, LAST_INTERVAL = 64, 256
 """Rounds between two tries; the interval doubles from the first to the last."""
-PROBE_SLACK, PLAIN_SLACK = 0.5, 1.0
-"""By how much a width may look worse than the best one and still be tried. The second is that of width 0, by which all
-others are judged."""
+PROBE_SLACK, FIRST_SLACK = 0.5, 1.0
+"""By how much a width may look worse than the best one and still be tried. The second is for a width that was only
+measured at start-up, and for width 0, by which all others are judged."""
+AGEING = 0.9
+"""What remains of earlier tries, and of earlier tokens of a width that is not used, at each new try."""
 PLAIN_MARGIN = 1.1
 """By how much less a token must cost with drafts than without: only rounds of decoding are timed, and drafters read
 prompts as well."""
@@ -48,8 +52,9 @@ def draft_widths(settings: CrossSpecConfig) -> tuple[int, ...]:
 
 
 def candidate_widths(num_nodes: int, depth: int) -> tuple[int, ...]:
-    """Falling: the whole tree of ``num_nodes``, its half and quarter, a chain of ``depth`` tokens, nothing."""
-    return tuple(sorted({num_nodes, num_nodes // 2, num_nodes // 4, min(depth, num_nodes), 0}, reverse=True))
+    """Falling: a whole tree of ``num_nodes``, its half and quarter, ``depth`` tokens, narrow ones, nothing."""
+    wanted = {num_nodes, num_nodes // 2, num_nodes // 4, min(depth, num_nodes), *NARROW_WIDTHS, 0}
+    return tuple(sorted((width for width in wanted if width <= num_nodes), reverse=True))
 
 
 def expected_tokens(width: int) -> float:
@@ -88,10 +93,11 @@ def choose_schedule(
 class LiveSchedule:
     """Draft tokens by running requests, chosen anew in every round from what rounds have cost and brought so far.
 
-    Rounds correct the measured seconds by width and batch size (powers of two), and the expected tokens by width. At
-    intervals a few rounds try another width that may be better, no drafts included: this finds out a disturbed start-up
-    and a load that changes. :data:`PROBE_ROUNDS` of every interval, and :data:`PROBE_SLACK` or :data:`PLAIN_SLACK` of
-    their time, bound what that can cost. It is indexed by running requests once a round, as vLLM's own table is.
+    Rounds correct the measured seconds by width and batch size (powers of two), and the expected tokens by width; a
+    width that has not been seen is corrected as the others on average. At intervals a few rounds try another width that
+    may be better, no drafts included: this finds out a disturbed start-up and a load that changes.
+    :data:`PROBE_ROUNDS` of every interval, and :data:`PROBE_SLACK` or :data:`FIRST_SLACK` of their time, bound what
+    that can cost. It is indexed by running requests once a round, as vLLM's own table is.
 
     Args:
         seconds: of a whole round, as measured at start-up.
@@ -103,14 +109,16 @@ class LiveSchedule:
     """
 
     def __init__(self, seconds: RoundSeconds, table: Sequence[int], expected: Callable[[int], float] = expected_tokens):
-        self._seconds, self._expected = seconds, expected
+        self._seconds, self._expected = _never_falling(seconds), expected
         self._widths = sorted(seconds)
         self._current = {_bucket(batch): width for batch, width in reversed(list(enumerate(table))) if batch}
         self._drift: defaultdict[tuple[int, int], Mean] = defaultdict(Mean)
+        self._all_drifts: defaultdict[int, Mean] = defaultdict(Mean)
+        self._tries: defaultdict[tuple[int, int], float] = defaultdict(float)
         self._gain: defaultdict[int, Mean] = defaultdict(Mean)
         self._all_gains = Mean()
         self._rounds, self._interval, self._next_probe = 0, FIRST_INTERVAL, FIRST_INTERVAL
-        self._probe, self._turn = 0, -1  # no drafts come first
+        self._probe = 0
         self.rounds: dict[int, int] = dict.fromkeys(self._widths, 0)
 
     def __getitem__(self, batch: int) -> int:
@@ -131,7 +139,9 @@ class LiveSchedule:
     def saw_round(self, width: int, batch: int, seconds: float) -> None:
         """Take in the seconds of a round of ``batch`` requests that verified and drafted ``width`` tokens of each."""
         measured = seconds_at(self._seconds[width], batch, extend=True)
-        self._drift[width, _bucket(batch)].add(math.log(seconds / measured), bound=MOST_OFF)
+        off, bucket = math.log(seconds / measured), _bucket(batch)
+        self._drift[width, bucket].add(off, bound=MOST_OFF)
+        self._all_drifts[bucket].add(off, bound=MOST_OFF)
 
     def saw_tokens(self, width: int, tokens: int) -> None:
         """Take in the tokens of a request in a round with ``width`` draft tokens, the bonus token included."""
@@ -146,8 +156,9 @@ class LiveSchedule:
 
     def seconds_per_token(self, width: int, batch: int) -> float:
         """Expected seconds of a token of each of ``batch`` requests; infinite where the width was not measured."""
-        measured = seconds_at(self._seconds[width], batch, extend=width == 0)
-        return measured * math.exp(self._drift[width, _bucket(batch)].towards(0.0)) / self.tokens(width)
+        measured, bucket = seconds_at(self._seconds[width], batch, extend=width == 0), _bucket(batch)
+        drift = self._drift[width, bucket].towards(self._all_drifts[bucket].towards(0.0), rounds=1)
+        return measured * math.exp(drift) / self.tokens(width)
 
     def _best(self, batch: int, bucket: int) -> int:
         """The cheapest width; another than the last one only if it is better by a margin.
@@ -164,16 +175,32 @@ class LiveSchedule:
         return min(costs, key=costs.__getitem__)
 
     def _to_probe(self, batch: int, bucket: int) -> int:
-        """The next width, in turn, that may be better than the last one, or else that one."""
-        current = self._current.get(bucket, 0)
-        cost = self.seconds_per_token(current, batch)
-        for _ in self._widths:
-            self._turn = (self._turn + 1) % len(self._widths)
-            width = self._widths[self._turn]
-            slack = PROBE_SLACK if width else PLAIN_SLACK
-            if width != current and self.seconds_per_token(width, batch) <= (1 + slack) * cost:
-                return width
-        return current
+        """The width that may be better than the last one and has the most hope, which tries lessen; else that one."""
+        current, hopes = self._current.get(bucket, 0), {}
+        most = self.seconds_per_token(current, batch)
+        for width in self._widths:
+            self._tries[width, bucket] *= AGEING
+            if width == current:
+                continue
+            self._gain[width].weight *= AGEING
+            is_known = width and self._drift[width, bucket].weight
+            slack = PROBE_SLACK if is_known else FIRST_SLACK
+            cost = self.seconds_per_token(width, batch)
+            if cost <= (1 + slack) * most:
+                hopes[width] = cost / (1 + slack / (1 + self._tries[width, bucket]))
+        probe = min(hopes, key=hopes.__getitem__, default=current)
+        self._tries[probe, bucket] += 1
+        return probe
+
+
+def _never_falling(seconds: RoundSeconds) -> RoundSeconds:
+    """The seconds, but of no width more than of a wider one: whatever disturbs a measurement makes it longer."""
+    least: dict[int, dict[int, float]] = {}
+    bound: dict[int, float] = {}
+    for width in sorted(seconds, reverse=True):
+        least[width] = {n: min(s, bound.get(n, s)) for n, s in seconds[width].items()}
+        bound |= least[width]
+    return least
 
 
 def _bucket(batch: int) -> int:

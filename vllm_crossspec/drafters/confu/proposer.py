@@ -73,7 +73,7 @@ class ConfuProposer(Eagle3TreeProposer):
         self.root_ids[:num_reqs] = self.input_buffers.input_ids[self.last_token_indices[:num_reqs]]
         return self.root_tokens[:num_reqs, 0]
 
-    def _grow(self, num_reqs: int, told: LevelPass, depth: int | None = None) -> None:
+    def _grow(self, num_reqs: int, told: LevelPass) -> None:
         self._take_futures(num_reqs)
         ids = self.root_ids[:num_reqs, None].expand(-1, self.builder.top_k)
         root = Beam(ids, self.root_parents[:num_reqs], self.root_log_probs[:num_reqs], self.root_masks)
@@ -83,7 +83,7 @@ class ConfuProposer(Eagle3TreeProposer):
         log_probs, tokens = self.head.candidates(out[first], keys, self.builder.top_k)
         self.root_log_probs[:num_reqs], self.root_tokens[:num_reqs] = log_probs, tokens
         self.hidden_states[:num_reqs] = states[first]
-        super()._grow(num_reqs, told, depth)
+        super()._grow(num_reqs, told)
 
     def _take_futures(self, num_reqs: int) -> None:
         """Prepare each request's future row: its state, and the embedding that the root's state chooses."""
