@@ -500,6 +500,28 @@ def test_a_schedule_that_drops_to_nothing_and_returns(noisy):
     assert equal == total > 8
 
 
+def forbid_the_head(worker):
+    """From now on, the drafter's output layer raises."""
+    worker.model_runner.speculator.active.head.choose = None
+
+
+@pytest.mark.nightly
+@pytest.mark.e2e
+@pytest.mark.skipif(engines.REPLAYS_GRAPHS, reason="a captured pass has its output layer in it")
+def test_rounds_without_drafts_keep_the_cache_and_run_no_output_layer(noisy):
+    texts, wanted = plain()["come and go"]
+    settings = {"skip_tokenizer_init": True, "enable_prefix_caching": False}
+    for width in (0, 1):
+        tree = {"type": "chain", "by_batch_size": {"1": width}}
+        with engines.engine(spec(noisy, tree=tree), **settings) as llm:
+            llm.collective_rpc(forbid_the_head)
+            if not width:
+                assert ask(llm, texts, *COME_AND_GO) == wanted
+            else:  # the control
+                with pytest.raises(TypeError, match="not callable"):
+                    ask(llm, texts, *COME_AND_GO)
+
+
 def lined_up(rounds, texts, answers):
     """The rounds of requests that came in this order, as traces; vLLM numbers requests as they come."""
     names = sorted({name for name, _, _ in rounds}, key=lambda name: int(name.split("-")[0]))

@@ -91,7 +91,7 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator):
 
     def catch_up(self, step: StepInputs) -> None:
         """Run prompts and the first pass, so that the cache holds the whole text."""
-        self._round(step, 1)
+        self._round(step, 0)
 
     def write_context(self, *entries: Any) -> None:
         raise NotImplementedError("a draft model takes tokens in by whole forward passes")
@@ -107,7 +107,7 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator):
         self.draft_max_seq_len = min(longest + ahead, self.max_model_len)
         if step.is_profile or (not step.is_dummy and _has_prompt_rows(batch)):
             self._take_target_rows(step, has_cache)
-        self._first_pass(step, num_reqs, has_cache)
+        self._first_pass(step, num_reqs, has_cache, skip_sample=not num_drafts)
         if num_drafts > 1:
             self._other_passes(step, num_reqs, has_cache, num_drafts)
 
@@ -141,8 +141,8 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator):
         self._prepare_eplb_forward(num_tokens)
         self._forward(batch.input_ids[:num_tokens], batch.positions[:num_tokens], metadata, kv_slots, across_dp)
 
-    def _first_pass(self, step: StepInputs, num_reqs: int, has_cache: bool) -> None:
-        """Run the first pass, by a captured graph if there is one, and draft token 1."""
+    def _first_pass(self, step: StepInputs, num_reqs: int, has_cache: bool, skip_sample: bool) -> None:
+        """Run the first pass, by a captured graph if there is one, and draft token 1; a graph never skips that."""
         self._fill_rows(step, num_reqs)
         manager, rows = self.prefill_cudagraph_manager, self.num_query_per_req
         how = run.dispatch(self, manager, num_reqs, rows, step)
@@ -161,7 +161,7 @@ class DraftModelProposer(HeadSampling, TargetDependentARSpeculator):
             return
         if has_cache:
             self._prepare_first_pass(num_reqs, metadata)
-        self._prefill(num_reqs, desc.num_tokens, metadata, kv_slots, how.tokens_across_dp)
+        self._prefill(num_reqs, desc.num_tokens, metadata, kv_slots, how.tokens_across_dp, skip_sample=skip_sample)
 
     def _fill_rows(self, step: StepInputs, num_reqs: int) -> None:
         buffers = self.input_buffers
