@@ -95,15 +95,15 @@ class LevelTrees(HeadSampling):
             first_row=self.shared_rows,
             **tree.options(has_ngrams=False),
         )
-        sizes = {tree.num_nodes: (drafter.depth, tree.top_k)}
-        is_whole = tree.by_batch_size is None or self.contemplates or self.sizer is not None  # bins are of whole trees
-        if not is_whole:
-            own = {nodes: (min(d, drafter.depth), min(k, tree.top_k)) for nodes, (d, k) in NARROW.items()}
-            sizes = {nodes: size for nodes, size in own.items() if nodes < tree.num_nodes} | sizes
-        self.growths = [
-            Growth(nodes, depth, build(depth=depth if nodes < tree.num_nodes else self.max_depth, top_k=top_k))
-            for nodes, (depth, top_k) in sizes.items()
-        ]
+        whole = build(depth=self.max_depth, top_k=tree.top_k)
+        self.growths = [Growth(tree.num_nodes, drafter.depth, whole)]
+        is_whole = tree.by_batch_size is None or policy is not None  # HeteroSpec's bins are of whole trees
+        for nodes, (levels, beam) in () if is_whole else reversed(NARROW.items()):
+            depth, top_k = min(levels, drafter.depth), min(beam, tree.top_k)
+            # Beside contemplate rows a level keeps its rows, as they lie in the buffers, and there are fewer levels.
+            builder = whole if self.contemplates else build(depth=depth, top_k=top_k)
+            if nodes < tree.num_nodes:
+                self.growths.insert(0, Growth(nodes, depth, builder))
         self.growth, top_k = self.growths[-1], tree.top_k
         max_rows = max_num_reqs * self.level_rows
         self.root_log_probs = torch.zeros(max_num_reqs, top_k, dtype=torch.float32, device=device)
