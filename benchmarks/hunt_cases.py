@@ -34,6 +34,8 @@ TREES = {
 HEADS = {"eagle3": "flashhead-eagle3", "draft_model": "flashhead-draft-model"}
 NEURAL = 0.1
 """Of the cases: a trained router is of two drafters, which would seldom be drawn together."""
+SHARES_ROWS = 0.4
+"""Of the cases whose trees could have a joint budget."""
 ENGINE: Mapping[str, Any] = MappingProxyType({
     "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512, "block_size": 32,
     "enable_prefix_caching": True, "async_scheduling": False,
@@ -70,12 +72,17 @@ def draw(seed: int, number: int, count: int) -> Case:
     spec, apart = _draw_spec(rng), random.Random(f"{seed}/{number}/neural")
     if apart.random() < NEURAL:
         spec = _draw_neural(apart)
-    return {
-        "spec": spec,
-        "engine": _draw_engine(rng, spec),
-        "widths": rng.random() < 0.1,
-        "requests": _draw_requests(rng, count),
-    }
+    engine, widths = _draw_engine(rng, spec), rng.random() < 0.1
+    if _could_share_rows(spec) and random.Random(f"{seed}/{number}/budget").random() < SHARES_ROWS:
+        spec["tree"]["budget"], widths = "batch", True
+    return {"spec": spec, "engine": engine, "widths": widths, "requests": _draw_requests(rng, count)}
+
+
+def _could_share_rows(spec: dict[str, Any]) -> bool:
+    tree = spec.get("tree", {"type": "chain"})
+    return (
+        tree.get("type") != "chain" and spec["method"] != "confu" and not {"by_batch_size", "adaptive"} & {*tree, *spec}
+    )
 
 
 def _draw_neural(rng: random.Random) -> dict[str, Any]:
@@ -207,6 +214,7 @@ def features(case: Case) -> list[str]:
         found |= {f"tree {own['tree'].get('type', 'dynamic')}"} if "tree" in own else set()
         found |= {key for key in ("head", "ngram", "adaptive", "lookup", "verification") if key in own}
         found |= {"by load"} if "by_batch_size" in own.get("tree", {}) else set()
+        found |= {"budget"} if "budget" in own.get("tree", {}) else set()
     found |= {f"router {spec['router']['policy']}"} if "router" in spec else set()
     found |= {"few blocks"} if "num_gpu_blocks_override" in engine else set()
     found |= {"async"} if engine.get("async_scheduling") else set()

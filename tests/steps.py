@@ -117,6 +117,7 @@ def step_inputs(*, input_ids, positions, query_start_loc, idx_mapping, next_pref
     if next_prefill_tokens is not None:
         next_prefill_tokens = next_prefill_tokens.to(DEVICE)
     batch = SimpleNamespace(
+        max_query_len=None,
         input_ids=input_ids.to(DEVICE),
         positions=positions.to(DEVICE),
         query_start_loc=query_start_loc.to(DEVICE),

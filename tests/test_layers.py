@@ -25,6 +25,7 @@ ROOMS = [
     "speculator",
     "drafting",
     "heterospec",
+    "budget",
     "trees",
     "graphs",
     "vllm_api",
@@ -178,7 +179,7 @@ def test_an_import_that_points_up_is_named(tmp_path, line):
 
 
 NAMELESS = ("runner/runner.py", "speculator/base.py", "step/step.py")
-WORDS = r"trees?|continuity|contemplat\w*|adapt\w*|rout\w+|record\w*|heterospec|confu|whiflash|mrope"
+WORDS = r"trees?|continuity|contemplat\w*|adapt\w*|rout\w+|record\w*|heterospec|confu|whiflash|mrope|budget"
 
 
 @pytest.mark.parametrize("file", NAMELESS)

@@ -11,8 +11,10 @@ import pytest
 
 from vllm_crossspec.config.parse import parse
 from vllm_crossspec.config.schema import carried
+from vllm_crossspec.load.costs import Cost
 from vllm_crossspec.load.schedule import (
     LiveSchedule,
+    SharedRows,
     candidate_widths,
     choose_schedule,
     expected_tokens,
@@ -403,3 +405,18 @@ def test_drafts_must_be_worth_what_is_not_timed():
     assert width == 0
     _, width = served(schedule, 2000, 1, lambda width: 0.1, lambda width: 1.3 if width else 1.0)
     assert width > 0
+
+
+def test_of_a_shared_plan_as_much_counts_as_verified_as_pays():
+    """With a joint budget a wide plan costs what its best rows do, and learns by what was verified of it."""
+    table = {w: {n: Cost(1.0 + 0.05 * n * (w + 1), 0.1) for n in (1, 8)} for w in (15, 3, 0)}
+    shared = SharedRows(table, expected_tokens)
+    assert [shared.verified(w, 8) for w in (0, 3, 15)] == [0, 3, 3] and shared.verified(15, 1) == 15
+    assert shared.seconds[15][8] == pytest.approx(table[3][8].step + 0.1) and shared.seconds[0][8] == table[0][8].step
+    assert shared.verified(15, 2) == 15, "as at the nearest measured batch size"
+
+    schedule = LiveSchedule(shared.seconds, [0, *[15] * 8], expected_tokens, shared.verified)
+    before = schedule.tokens(15, 1)
+    for _ in range(50):
+        schedule.saw_tokens(15, 1, batch=8)  # nothing accepted
+    assert schedule.tokens(15, 8) < 1.1 < schedule.tokens(15, 1) < before, "one request has more rows"

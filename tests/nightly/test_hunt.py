@@ -37,8 +37,8 @@ def test_hunt_draws_the_same_again_and_everything_beside_everything():
     drawn = sorted({feature for case in cases for feature in hunt_cases.features(case)})
     assert len(drawn) > 35
     apart = {(a, b) for a, b in itertools.combinations(drawn, 2) if not pairs[a, b]}
-    # One case has one router, and rejection sampling, sizes by request and a draft model go with few others.
-    few = ("router", "verification", "adaptive", "drafter draft_model", "drafter nothing")
+    # One case has one router; rejection sampling, sizes by request or batch and a draft model go with few others.
+    few = ("router", "verification", "adaptive", "budget", "drafter draft_model", "drafter nothing")
     assert all(any(word.startswith(few) for word in pair) for pair in apart), sorted(apart)
 
 

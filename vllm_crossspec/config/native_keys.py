@@ -44,7 +44,7 @@ _REASONS = {
     "suffix_decoding_max_cached_requests": "it is for vLLM's own 'suffix'; here it is lookup.cache_tokens with share",
     "suffix_decoding_max_spec_factor": "it is for vLLM's own 'suffix'; here num_speculative_tokens is the limit",
     "suffix_decoding_min_token_prob": "it is for vLLM's own 'suffix'; here tree.num_nodes is the limit",
-    "enable_adaptive_verification": "it is for vLLM's own 'dspark'; here it is tree.by_batch_size",
+    "enable_adaptive_verification": 'it is for vLLM\'s own methods; here it is "budget": "batch" in the tree',
     "dspark_draft_topk": "it is for vLLM's own 'dspark'; leave it out",
     "draft_lm_head_quantization": (
         "drafters take the target's output layer as it is; leave it out, or use a head of clusters (head)"

@@ -144,6 +144,17 @@ def _check_tree(config: CrossSpecConfig, drafter: DrafterConfig, path: str) -> N
             f"{path}tree.by_batch_size must say from 1 running request on how many tokens (0 to 255) to draft, "
             'as in {"1": 60, "16": 0}'
         )
+    if tree.budget == "batch":
+        reasons = {
+            "a chain, whose tokens have no chances to compare": tree.is_chain,
+            "one of several drafters": len(config.drafters) > 1,
+            "trees that adaptive sizes already": drafter.adaptive is not None,
+            f"a {drafter.traits.name} drafter, whose rows come in pairs": drafter.traits.contemplates,
+            'draft lengths that you chose; set by_batch_size to "auto", or leave it out': isinstance(schedule, dict),
+        }
+        for reason in (reason for reason, is_so in reasons.items() if is_so):
+            fix = "" if isinstance(schedule, dict) else "; leave it out"
+            raise ValueError(f"{path}tree.budget 'batch' is not for {reason}{fix}")
 
 
 def _check_parts(drafter: DrafterConfig, kind: DrafterKind, path: str) -> None:
@@ -203,7 +214,7 @@ def _tree(raw: Any, kind: DrafterKind, key: str) -> TreeConfig:
     """A drafter's tree; refuses one that it cannot feed, and settings that this kind of tree does not have."""
     if not isinstance(raw, Mapping):
         raise ValueError(f"{key}: should be an object (got {raw!r})")
-    if "type" not in raw and (kind.drafts_trees or raw.keys() - {"by_batch_size"}):
+    if "type" not in raw and (kind.drafts_trees or raw.keys() - {"by_batch_size", "budget"}):
         raw = {"type": kind.tree, **raw}
     name = raw.get("type", "chain")
     if name not in tree_kinds():

@@ -293,6 +293,11 @@ class CrossSpecConfig(Settings):
         return self.is_adaptive or (self.is_routed and len(set(map(self.width_of, self.drafters))) > 1)
 
     @property
+    def shares_rows(self) -> bool:
+        """Whether a step's draft rows are shared out among the trees of all its requests (``budget``)."""
+        return any(d.tree.budget == "batch" for d in self.drafters.values())
+
+    @property
     def has_trees(self) -> bool:
         """Whether any drafter drafts more than chains."""
         return any(not d.tree.is_chain for d in self.drafters.values())

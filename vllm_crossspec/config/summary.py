@@ -33,7 +33,7 @@ def _shape(drafter: DrafterConfig) -> str:
         steps = (f"{most} from {requests} requests on" for requests, most in sorted(schedule.items()))
         load = f" ({', '.join(steps)})"
     elif schedule is not None:
-        load = " (as much of it as pays at each load)"
+        load = f" (as much of it as pays at each load{', in the whole batch' if tree.budget == 'batch' else ''})"
     if tree.is_chain:
         return f"a chain{' of ' + counted(tokens, 'token') if tokens else ''}{load}"
     levels = tree.depth or tokens

@@ -28,6 +28,8 @@ from vllm_crossspec.vllm_api import run
 
 NARROW = {4: (3, 3), 12: (5, 5)}
 """Levels, and nodes of each, that are grown where a request's step verifies at most so many nodes."""
+NARROW_SHARED = {8: (3, 3), 20: (5, 5)}
+"""The same where these are the most that a request may get of its batch's rows (``budget``), and most get fewer."""
 
 
 @dataclasses.dataclass
@@ -98,7 +100,8 @@ class LevelTrees(HeadSampling):
         whole = build(depth=self.max_depth, top_k=tree.top_k)
         self.growths = [Growth(tree.num_nodes, drafter.depth, whole)]
         is_whole = tree.by_batch_size is None or policy is not None  # HeteroSpec's bins are of whole trees
-        for nodes, (levels, beam) in () if is_whole else reversed(NARROW.items()):
+        narrow = NARROW_SHARED if tree.budget == "batch" else NARROW
+        for nodes, (levels, beam) in () if is_whole else reversed(narrow.items()):
             depth, top_k = min(levels, drafter.depth), min(beam, tree.top_k)
             # Beside contemplate rows a level keeps its rows, as they lie in the buffers, and there are fewer levels.
             builder = whole if self.contemplates else build(depth=depth, top_k=top_k)

@@ -184,6 +184,7 @@ def resolve_schedules(settings: CrossSpecConfig, can_measure: bool) -> CrossSpec
             schedule = {1: 0}  # a recording keeps drafts, and has none verified
         elif schedule == "auto" or (schedule is None and not drafter.tree.is_chain and not settings.routes_load):
             schedule = "auto" if can_measure and not has_own else None
-        tree = drafter.tree.model_copy(update={"by_batch_size": schedule})
+        budget = "batch" if drafter.tree.budget == "batch" and schedule == "auto" else "request"
+        tree = drafter.tree.model_copy(update={"by_batch_size": schedule, "budget": budget})
         drafters[name] = drafter.model_copy(update={"tree": tree})
     return settings.model_copy(update={"drafters": drafters})

@@ -8,6 +8,7 @@ from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor, CudaGra
 from vllm.v1.worker.gpu.spec_decode.target_dependent_ar.cudagraph_utils import SpeculatorCudaGraphManager
 
 from vllm_crossspec.config.schema import CrossSpecConfig
+from vllm_crossspec.load.schedule import draft_widths
 from vllm_crossspec.vllm_api.speculative import without_schedule
 
 
@@ -96,6 +97,8 @@ def target_graphs(runner: Any, settings: CrossSpecConfig) -> ModelCudaGraphManag
     widths = {width for policy in settings.policies.values() for width in policy.widths}
     if settings.is_routed:
         widths |= {settings.width_of(name) for name in settings.drafters}
+    if settings.shares_rows:
+        widths |= set(draft_widths(settings))
     return VerificationGraphs(
         runner.vllm_config,
         runner.device,

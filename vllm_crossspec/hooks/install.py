@@ -222,7 +222,7 @@ def _hook_engine_core() -> None:
         if settings is not None:
             from vllm_crossspec.load.measure import use_measured_schedule
 
-            if settings.is_routed:
+            if settings.is_routed or settings.shares_rows:
                 self.collective_rpc("crossspec_measure")
             use_measured_schedule(self.collective_rpc, vllm_config)
         return kv_cache_config

@@ -94,7 +94,8 @@ class OptOutScheduler(Native):
         if self._is_ours and request is not None and opted_out(request.sampling_params):
             return spec_decoding_stats
         if self._live is not None and options["num_draft_tokens"] in self._live.rounds:
-            self._live.saw_tokens(options["num_draft_tokens"], 1 + options["num_accepted_tokens"])
+            tokens = 1 + options["num_accepted_tokens"]
+            self._live.saw_tokens(options["num_draft_tokens"], tokens, len(self.running))
         return super().make_spec_decoding_stats(spec_decoding_stats, *arguments, request_id=request_id, **options)
 
 

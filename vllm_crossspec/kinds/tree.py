@@ -40,6 +40,7 @@ class TreeConfig(Settings):
     num_nodes: StrictInt | None = Field(None, ge=1, le=MAX_DRAFT_TOKENS)
     sharpness: StrictFloat | None = Field(None, gt=0, le=10)
     by_batch_size: Schedule | None = None
+    budget: Literal["batch", "request"] | None = None
 
     @property
     def is_chain(self) -> bool:

@@ -23,10 +23,12 @@ from vllm_crossspec.config.schema import settings_of
 from vllm_crossspec.kinds.contemplate_layout import verified_nodes
 from vllm_crossspec.kinds.policy import policy_kind
 from vllm_crossspec.load.clock import StepClock
-from vllm_crossspec.load.costs import MISSED_TOKENS, Cost, RoundCosts, StepTable, round_seconds
+from vllm_crossspec.load.costs import MISSED_TOKENS, Cost, RoundCosts, RoundSeconds, StepTable, round_seconds
 from vllm_crossspec.load.schedule import (
     LOAD_PAGE,
     LiveSchedule,
+    SharedRows,
+    as_planned,
     can_measure,
     choose_schedule,
     draft_widths,
@@ -192,13 +194,24 @@ def live_schedule(vllm_config: Any) -> LiveSchedule | None:
     costs: StepTable | None = vllm_config.additional_config.get(_COSTS_KEY) if steps_wanted(vllm_config) else None
     if costs is None:
         return None
-    return LiveSchedule(round_seconds(costs), _table_of(costs, vllm_config), _expected(vllm_config))
+    seconds, expected, verified = _rounds(costs, vllm_config)
+    return LiveSchedule(seconds, _table_of(costs, vllm_config), expected, verified)
 
 
 def _table_of(costs: StepTable, vllm_config: Any) -> list[int]:
-    return choose_schedule(
-        round_seconds(costs), vllm_config.scheduler_config.max_num_seqs, expected=_expected(vllm_config)
-    )
+    seconds, expected, verified = _rounds(costs, vllm_config)
+    return choose_schedule(seconds, vllm_config.scheduler_config.max_num_seqs, expected, verified)
+
+
+def _rounds(
+    costs: StepTable, vllm_config: Any
+) -> tuple[RoundSeconds, Callable[[int], float], Callable[[int, int], int]]:
+    """Seconds of whole rounds, tokens by verified draft tokens, and how many of the planned ones these are."""
+    settings, expected = settings_of(vllm_config), _expected(vllm_config)
+    if settings is None or not settings.shares_rows:
+        return round_seconds(costs), expected, as_planned
+    shared = SharedRows(costs, expected)
+    return shared.seconds, expected, shared.verified
 
 
 def _expected(vllm_config: Any) -> Callable[[int], float]:

@@ -13,7 +13,7 @@ from operator import itemgetter
 from typing import Any
 
 from vllm_crossspec.config.schema import CrossSpecConfig
-from vllm_crossspec.load.costs import MOST_OFF, Mean, RoundSeconds, seconds_at
+from vllm_crossspec.load.costs import MOST_OFF, Mean, RoundSeconds, StepTable, seconds_at
 from vllm_crossspec.ranks import step_together
 
 TOKENS_PER_DOUBLING = 0.6
@@ -62,8 +62,46 @@ def expected_tokens(width: int) -> float:
     return 1.0 + TOKENS_PER_DOUBLING * math.log2(1 + width)
 
 
+def as_planned(width: int, batch: int) -> int:
+    """How many of ``width`` planned draft tokens of a request are verified where rows are not shared out: all."""
+    return width
+
+
+class SharedRows:
+    """Rounds whose steps verify only those planned tokens that pay (``budget``): what they are expected to cost.
+
+    Args:
+        table: costs of steps that verify all planned tokens.
+        expected: tokens of a request and round by verified draft tokens.
+
+    Attributes:
+        seconds: of whole rounds.
+    """
+
+    def __init__(self, table: StepTable, expected: Callable[[int], float]):
+        steps = {width: {n: cost.step for n, cost in row.items()} for width, row in table.items()}
+        self._verified: dict[int, dict[int, int]] = {}
+        self.seconds: dict[int, dict[int, float]] = {}
+        for width, row in table.items():
+            self._verified[width], self.seconds[width] = {}, {}
+            for n, cost in row.items():
+                draft = cost.draft * bool(width)
+                rounds = {v: seconds_at(steps[v], n) + draft for v in steps if min(width, 1) <= v <= width}
+                rates = {v: expected(v) / rounds[v] for v in rounds}
+                best = max(rates, key=rates.__getitem__)
+                self._verified[width][n], self.seconds[width][n] = best, rounds[best]
+
+    def verified(self, width: int, batch: int) -> int:
+        """How many of ``width`` planned draft tokens of a request are expected to be verified."""
+        row = self._verified[width]
+        return row[min(row, key=lambda n: (abs(n - batch), n))] if row else width
+
+
 def choose_schedule(
-    seconds: RoundSeconds, max_batch_size: int, expected: Callable[[int], float] = expected_tokens
+    seconds: RoundSeconds,
+    max_batch_size: int,
+    expected: Callable[[int], float] = expected_tokens,
+    verified: Callable[[int, int], int] = as_planned,
 ) -> list[int]:
     """The schedule, never rising with the batch, under which the expected tokens per second are most.
 
@@ -74,7 +112,8 @@ def choose_schedule(
     Args:
         seconds: of whole rounds. A width is chosen only up to its largest measured batch; width 0 has no such bound.
         max_batch_size: most running requests.
-        expected: tokens of a request and step by width.
+        expected: tokens of a request and step by verified draft tokens.
+        verified: how many these are, by width and batch.
     """
     assert 0 in seconds and max_batch_size >= 1
     falling = sorted(seconds, reverse=True)
@@ -84,7 +123,7 @@ def choose_schedule(
         longer: list[tuple[float, tuple[int, ...]]] = []
         for (total, schedule), width in zip(best, falling, strict=True):
             cost = seconds_at(seconds[width], batch, extend=not width)
-            gain = math.log(batch * expected(width) / cost) / batch if cost < math.inf else -math.inf
+            gain = math.log(batch * expected(verified(width, batch)) / cost) / batch if cost < math.inf else -math.inf
             longer.append(max([(total + gain, (*schedule, width)), *longer[-1:]], key=itemgetter(0)))
         best = longer
     return [0, *best[-1][1]]
@@ -102,20 +141,27 @@ class LiveSchedule:
     Args:
         seconds: of a whole round, as measured at start-up.
         table: from :func:`choose_schedule`, to start with.
-        expected: tokens of a request and round by width, before any has been seen.
+        expected: tokens of a request and round by verified draft tokens, before any has been seen.
+        verified: how many these are expected to be, by width and batch.
 
     Attributes:
         rounds: by width so far.
     """
 
-    def __init__(self, seconds: RoundSeconds, table: Sequence[int], expected: Callable[[int], float] = expected_tokens):
-        self._seconds, self._expected = _never_falling(seconds), expected
+    def __init__(
+        self,
+        seconds: RoundSeconds,
+        table: Sequence[int],
+        expected: Callable[[int], float] = expected_tokens,
+        verified: Callable[[int, int], int] = as_planned,
+    ):
+        self._seconds, self._expected, self._verified = _never_falling(seconds), expected, verified
         self._widths = sorted(seconds)
         self._current = {_bucket(batch): width for batch, width in reversed(list(enumerate(table))) if batch}
         self._drift: defaultdict[tuple[int, int], Mean] = defaultdict(Mean)
         self._all_drifts: defaultdict[int, Mean] = defaultdict(Mean)
         self._tries: defaultdict[tuple[int, int], float] = defaultdict(float)
-        self._gain: defaultdict[int, Mean] = defaultdict(Mean)
+        self._gain: defaultdict[tuple[int, int], Mean] = defaultdict(Mean)  # by width, and what is verified of it
         self._all_gains = Mean()
         self._rounds, self._interval, self._next_probe = 0, FIRST_INTERVAL, FIRST_INTERVAL
         self._probe = 0
@@ -143,22 +189,24 @@ class LiveSchedule:
         self._drift[width, bucket].add(off, bound=MOST_OFF)
         self._all_drifts[bucket].add(off, bound=MOST_OFF)
 
-    def saw_tokens(self, width: int, tokens: int) -> None:
+    def saw_tokens(self, width: int, tokens: int, batch: int = 1) -> None:
         """Take in the tokens of a request in a round with ``width`` draft tokens, the bonus token included."""
-        gain = (tokens - 1) / (self._expected(width) - 1)
-        self._gain[width].add(gain)
+        verified = self._verified(width, batch)
+        gain = (tokens - 1) / (self._expected(verified) - 1) if verified else 0.0
+        self._gain[width, verified].add(gain)
         self._all_gains.add(gain)
 
-    def tokens(self, width: int) -> float:
+    def tokens(self, width: int, batch: int = 1) -> float:
         """Tokens that a request is expected to get of a round with ``width`` draft tokens."""
-        gain = self._gain[width].towards(self._all_gains.towards(1.0))
-        return 1.0 + gain * (self._expected(width) - 1.0)
+        verified = self._verified(width, batch)
+        gain = self._gain[width, verified].towards(self._all_gains.towards(1.0))
+        return 1.0 + gain * (self._expected(verified) - 1.0)
 
     def seconds_per_token(self, width: int, batch: int) -> float:
         """Expected seconds of a token of each of ``batch`` requests; infinite where the width was not measured."""
         measured, bucket = seconds_at(self._seconds[width], batch, extend=width == 0), _bucket(batch)
         drift = self._drift[width, bucket].towards(self._all_drifts[bucket].towards(0.0), rounds=1)
-        return measured * math.exp(drift) / self.tokens(width)
+        return measured * math.exp(drift) / self.tokens(width, batch)
 
     def _best(self, batch: int, bucket: int) -> int:
         """The cheapest width; another than the last one only if it is better by a margin.
@@ -182,7 +230,7 @@ class LiveSchedule:
             self._tries[width, bucket] *= AGEING
             if width == current:
                 continue
-            self._gain[width].weight *= AGEING
+            self._gain[width, self._verified(width, batch)].weight *= AGEING
             is_known = width and self._drift[width, bucket].weight
             slack = PROBE_SLACK if is_known else FIRST_SLACK
             cost = self.seconds_per_token(width, batch)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from vllm_crossspec.budget.feature import JointBudget
 from vllm_crossspec.drafters.confu.feature import Contemplate
 from vllm_crossspec.heterospec.feature import AdaptiveSizes
 from vllm_crossspec.heterospec.recorder import RoundRecorder
@@ -10,7 +11,7 @@ from vllm_crossspec.step.feature import Feature
 from vllm_crossspec.trees.feature import Trees
 from vllm_crossspec.trees.mrope import MRope
 
-FEATURES: tuple[type[Feature], ...] = (Routing, Contemplate, RoundRecorder, AdaptiveSizes, MRope, Trees)
+FEATURES: tuple[type[Feature], ...] = (Routing, Contemplate, RoundRecorder, AdaptiveSizes, JointBudget, MRope, Trees)
 """Trees come last: their ``sampled`` moves the accepted paths in place, so features that read a step come before."""
 
 

@@ -111,12 +111,14 @@ class MatchVerifier:
         Returns int64 [L] samples, and the processed logits if log-probabilities of these are requested, else None.
         """
         starts = batch.cu_num_logits_np
-        chunks = list(_iter_request_chunks(starts, get_max_chunk_logits(logits.shape[1])))
+        most = get_max_chunk_logits(logits.shape[1])
+        # Of rows that are shared out on the device the host has only a bound; but they are few enough for one chunk.
+        chunks = list(_iter_request_chunks(starts, most)) if len(logits) > most else [(0, batch.num_reqs)]
         keep = return_logprobs and self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
         live = self._live_per_row(batch, logits.shape[0])
         parts, kept = [], []
         for first, last in chunks:
-            lo, hi = int(starts[first]), int(starts[last])
+            lo, hi = int(starts[first]), min(int(starts[last]), len(logits))
             if self.penalties is not None:
                 self.penalties.live_per_row = None if live is None else live[lo:hi]
             sampled, processed = self.sampler.sample(

@@ -207,7 +207,7 @@ def prepare_rows(
     _query_rows_kernel[(len(out.entry_rows),)](
         *queries, *target, *sampled, *blocks, *sizes, BLOCK=triton.next_power_of_2(num_queries), num_warps=1
     )
-    longest = int(batch.num_scheduled_tokens.max())
+    longest = batch.max_query_len or int(batch.num_scheduled_tokens.max())
     longest = min(longest, kept) if kept else longest
     # Only two block sizes, because each is compiled, and a prompt's chunk can have any length.
     block = 64 if longest <= 64 else 256

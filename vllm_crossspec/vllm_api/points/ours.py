@@ -75,6 +75,13 @@ STAND_INS = (
         attributes="enable_adaptive_verification",
     ),
     StandIn(
+        ours="vllm_crossspec.budget.feature.JointBudget",
+        name="adaptive_verification",
+        readers=f"{_GPU}.model_runner {_GPU}.warmup",
+        attributes="add_request batches_to_profile compact_batch get_num_tokens reallocate_drafts record_confidences "
+        "set_initial_cost_curves",
+    ),
+    StandIn(
         ours="vllm_crossspec.load.clock.StepClock",
         name="step_timing",
         readers=f"{_GPU}.model_runner",

@@ -1,0 +1,1 @@
+"""The draft nodes of a whole batch that are worth a row of the target's step."""
