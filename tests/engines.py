@@ -110,6 +110,12 @@ REPLAYS_GRAPHS = torch.cuda.is_available() and bool(os.environ.get("CROSSSPEC_TE
 """Whether engines capture and replay CUDA graphs; asked for by the environment variable."""
 
 
+def long_prompt() -> str:
+    """A prompt that must be read in several steps."""
+    document = " ".join(p.removeprefix("<|im_start|>user\n") for p in prompts(8))
+    return chat(f"{document}\nSummarize.")
+
+
 def on_a_gpu() -> dict[str, Any]:
     """Settings where there is a GPU: a small part of it for each worker, and CUDA graphs if they are asked for."""
     if not torch.cuda.is_available():

@@ -43,23 +43,18 @@ def third_of_rows() -> Any:
     return mock.patch.object(feature, "best_rows", lambda plan, worth, costs, most: most // 3)
 
 
-def long_prompt() -> str:
-    document = " ".join(p.removeprefix("<|im_start|>user\n") for p in engines.prompts(8))
-    return engines.chat(f"{document}\nSummarize.")
-
-
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
 def test_texts_are_plains_whichever_rows_are_verified(is_async):
     plain = [engines.plain(8), engines.plain(8, temperature=0.8, seed=7)]
     mixed, _ = engines.plain_mixed_answers()
     with engines.engine(None, **engines.LARGE_STEPS) as llm:
-        chunked = engines.generate(llm, [long_prompt(), *engines.prompts(5)], max_tokens=12)
+        chunked = engines.generate(llm, [engines.long_prompt(), *engines.prompts(5)], max_tokens=12)
     settings = {**engines.LARGE_STEPS, "async_scheduling": is_async}
     with every_round_drafts(), any_rows(3), engines.engine(SPEC, **settings) as llm:
         assert engines.generate(llm, engines.prompts(8)) == plain[0]
         assert engines.generate(llm, engines.prompts(8), temperature=0.8, seed=7) == plain[1]
         assert engines.mixed_answers(llm)[0] == mixed
-        assert engines.generate(llm, [long_prompt(), *engines.prompts(5)], max_tokens=12) == chunked
+        assert engines.generate(llm, [engines.long_prompt(), *engines.prompts(5)], max_tokens=12) == chunked
         rows = llm.collective_rpc("crossspec_routing", args=("budget",))[0]["rows"]
     assert 0.3 * rows["planned"] < rows["verified"] < 0.7 * rows["planned"], rows
 

@@ -132,11 +132,6 @@ def swap_widths(worker: Any) -> None:
 # -- the engines --------------------------------------------------------------------------------------------------
 
 
-def long_prompt() -> str:
-    document = " ".join(p.removeprefix("<|im_start|>user\n") for p in engines.prompts(8))
-    return engines.chat(f"{document}\nSummarize.")
-
-
 def run_mixed(llm: Any, opting_out: bool) -> list[list[int]]:
     """Six requests that run together: two that opt out, two sampled, one of them penalized, and one of a grammar."""
     from vllm import SamplingParams
@@ -159,7 +154,7 @@ def run_mixed(llm: Any, opting_out: bool) -> list[list[int]]:
 
 SCENARIOS = {
     "six": lambda llm, ours: engines.generate(llm, engines.prompts(6), max_tokens=24),
-    "chunked": lambda llm, ours: engines.generate(llm, [long_prompt(), *engines.prompts(2)], max_tokens=12),
+    "chunked": lambda llm, ours: engines.generate(llm, [engines.long_prompt(), *engines.prompts(2)], max_tokens=12),
     "mixed": run_mixed,
 }
 
