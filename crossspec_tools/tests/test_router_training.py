@@ -408,13 +408,13 @@ def test_a_kind_that_is_left_out_teaches_nothing_of_itself(tmp_path, num_drafter
             records, Split(texts, ()), lessons_of(records, texts, "uniform"), config, epochs=found.carried.epochs
         )
 
-    net = learned(data)
-    assert torch.equal(predicted_gains(data, net)[math], found.gains[math])
+    predicted = predicted_gains(data, learned(data))
+    torch.testing.assert_close(predicted[math], found.gains[math])  # not bit for bit: some CPUs sum other batches otherwise
     spoiled = data.lengths.clone()
     spoiled[math] = 1
     again = learned(data._replace(lengths=spoiled))
-    assert torch.equal(predicted_gains(data, again)[math], found.gains[math])
-    assert not torch.equal(predicted_gains(data, again)[~math], found.gains[~math])  # which it has seen
+    assert torch.equal(predicted_gains(data, again)[math], predicted[math])
+    assert not torch.allclose(predicted[~math], found.gains[~math])  # which it has seen
 
 
 @pytest.mark.parametrize("correct", [False, True])

@@ -94,6 +94,9 @@ CASES = {
     "test_draft_model.test_rows_are_the_twins": [(3, 3, 9, 6, 2, True), (2, 5, 3, 7, 10, False)],
     "test_tree_builders.test_a_levels_inputs_are_the_twins": [(1, True), (2, False)],
     "test_heterospec.test_kernel_equals_naive": [(3, 2, 3, 9, 0.4)],
+    "test_budget.test_nodes_are_worth_their_corrected_chance": [(4, 3, 7, 3), (9, 5, 60, 8)],
+    "test_budget.test_logistics_take_a_newton_step": [(4, 3, 7, 3)],
+    "test_budget.test_the_nodes_that_are_worth_most_are_admitted": [(9, 5, 12, 8, False), (4, 3, 7, 3, True)],
 }  # fmt: skip
 """Tests of other files and what they are called with."""
 
