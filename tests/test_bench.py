@@ -134,6 +134,38 @@ def test_the_interval_of_an_acceptance_length_is_over_texts():
     assert rows.acceptance_interval([[0, 1], [0, 1]], [2, 2]) == [1.5, 1.5]  # a round of each had no draft
 
 
+def test_the_interval_of_a_speedup_is_over_texts():
+    """Of 300 texts as wide as 1.96 deviations of a ratio of sums; alike ones have none, batches and one text no."""
+    rng = np.random.default_rng(5)
+    seconds = rng.uniform(0.1, 0.9, 300)
+
+    def run(method, latencies, batch_size=1):
+        made = [
+            {
+                "token_ids": [1] * 4,
+                "num_target_calls": 2,
+                "accepted_histogram": [1],
+                "ttft": 0.1,
+                "times": [7.1, 7.0 + s],
+            }
+            for s in latencies
+        ]
+        group = {"seconds": float(sum(latencies)), "generations": made}
+        return rows.Run(method=method, environment={}, groups={"math": group}, batch_size=batch_size)
+
+    def interval(latencies, plain, **more):
+        given = [run("plain", plain, **more), run("eagle3", latencies, **more)]
+        return next(row for row in rows.rows(given) if row.method == "eagle3").speedup_interval
+
+    low, high = interval(seconds, np.full(300, 1.0))
+    mean = 1 / seconds.mean()
+    width = 1.96 * seconds.std() / np.sqrt(300) * mean**2
+    assert [mean - low, high - mean] == pytest.approx([width] * 2, rel=0.15)
+    assert interval(seconds / 2, seconds) == pytest.approx([2.0, 2.0])  # which prompt takes long does not matter
+    assert interval([0.5], [1.0]) is None
+    assert interval([0.5, 0.5], [1.0, 1.0], batch_size=2) is None
+
+
 def test_positions_from_histograms():
     assert rows.accepted_per_position([[4, 3, 2, 1], [], [0, 0, 0, 5]]) == [11, 8, 6]
     assert rows.accepted_per_position([]) == []

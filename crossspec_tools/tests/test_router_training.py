@@ -409,7 +409,9 @@ def test_a_kind_that_is_left_out_teaches_nothing_of_itself(tmp_path, num_drafter
         )
 
     predicted = predicted_gains(data, learned(data))
-    torch.testing.assert_close(predicted[math], found.gains[math])  # not bit for bit: some CPUs sum other batches otherwise
+    torch.testing.assert_close(
+        predicted[math], found.gains[math]
+    )  # not bit for bit: some CPUs sum other batches otherwise
     spoiled = data.lengths.clone()
     spoiled[math] = 1
     again = learned(data._replace(lengths=spoiled))

@@ -58,6 +58,7 @@ class Row:
         tokens_per_round: unlike the acceptance length it does not have what is accepted past the end of a text.
         num_draft_tokens: that vLLM's scheduler planned: of a tree all its nodes, and contemplate rows, too.
         speedup: tokens a second by plain's of the same repeat; None without plain.
+        speedup_interval: None without plain, for batches, and for fewer than two prompts.
         ttft, tpot, itl: seconds.
         route_shares: of the rounds of all repeats, by drafter; None where nothing is routed.
         round_shares: of a round of this batch size, over all categories: parts `target`, `draft` and `rest`, and its
@@ -89,6 +90,7 @@ class Row:
     tokens_per_second_range: list[float] | None
     speedup: float | None
     speedup_range: list[float] | None
+    speedup_interval: list[float] | None
     ttft: Percentiles | None
     tpot: Percentiles | None
     itl: Percentiles | None
@@ -130,6 +132,10 @@ class _Part:
         self.num_tokens = sum(map(len, self.texts))
         self.num_rounds = [generation["num_target_calls"] - 1 for generation in self.generations]
         self.speed = self.num_tokens / self.seconds if self.seconds else None
+        # [prompts] from a request's arrival to its last token
+        self.latencies = np.array(
+            [g["ttft"] + g["times"][-1] - g["times"][0] for g in self.generations if g.get("times")]
+        )
 
 
 def _rows_of(
@@ -177,6 +183,7 @@ def _rows_of(
             tokens_per_second_range=speed_range,
             speedup=speedup,
             speedup_range=speedup_range,
+            speedup_interval=speedup_interval(pairs) if run.batch_size == 1 else None,
             ttft=percentiles(g["ttft"] for g in timed),
             tpot=percentiles(
                 (g["times"][-1] - g["times"][0]) / (len(g["token_ids"]) - 1) for g in timed if len(g["times"]) > 1
@@ -215,6 +222,29 @@ def acceptance_interval(histograms: Sequence[Sequence[int]], num_rounds: Sequenc
     picks = np.random.default_rng(0).integers(0, len(texts), (DRAWS, len(texts)))
     lengths = 1.0 + accepted[picks].sum(1) / rounds[picks].sum(1)
     return [float(bound) for bound in np.quantile(lengths, [0.025, 0.975])]
+
+
+def speedup_interval(pairs: Sequence[tuple[_Part, _Part]]) -> list[float] | None:
+    """The bootstrap's 95 % interval of the speedup at batch size 1, over texts; each counts with all its repeats.
+
+    Args:
+        pairs: of each repeat, what a method did and what plain did; of fewer than two texts, or without the times of
+            each, there is no interval.
+    """
+    num_texts = len(pairs[0][0].texts) if pairs else 0
+    if num_texts < 2 or any(len(part.latencies) != num_texts for pair in pairs for part in pair):
+        return None
+    picks = np.random.default_rng(0).integers(0, num_texts, (DRAWS, num_texts))
+
+    def speeds(parts: Iterable[_Part]) -> Any:
+        tokens, seconds = np.zeros(num_texts), np.zeros(num_texts)
+        for part in parts:
+            tokens += [len(text) for text in part.texts]
+            seconds += part.latencies
+        return tokens[picks].sum(1) / seconds[picks].sum(1)
+
+    mine, plain = (speeds(parts) for parts in zip(*pairs, strict=True))
+    return [float(bound) for bound in np.quantile(mine / plain, [0.025, 0.975])]
 
 
 def accepted_per_position(histograms: Sequence[Sequence[int]]) -> list[int]:
