@@ -7,8 +7,9 @@ import torch
 from vllm_crossspec.budget import naive
 from vllm_crossspec.budget.feature import WorthOnHost
 from vllm_crossspec.budget.kernels import Shares, Verified, admit, estimate, learn, make_estimates
-from vllm_crossspec.budget.rows import Plan, RowCosts, best_rows
+from vllm_crossspec.budget.rows import Plan, best_rows
 from vllm_crossspec.load.costs import Cost
+from vllm_crossspec.load.rows import RowCosts
 from vllm_crossspec.types import TokenTree
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -22,8 +22,9 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 
 from vllm_crossspec.arrays import Array
 from vllm_crossspec.budget.kernels import Shares, Verified, admit, estimate, learn, make_estimates
-from vllm_crossspec.budget.rows import Plan, RowCosts, best_rows
+from vllm_crossspec.budget.rows import Plan, best_rows
 from vllm_crossspec.graphs.query_lens import target_graphs
+from vllm_crossspec.load.rows import RowCosts
 from vllm_crossspec.step.feature import Feature
 from vllm_crossspec.step.step import Step
 from vllm_crossspec.types import Candidates

@@ -10,42 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from vllm_crossspec.arrays import Array
-from vllm_crossspec.load.costs import StepTable, seconds_at
-
-
-class RowCosts:
-    """Seconds of steps by rows, from those that start-up timed; drafting costs the same whatever is verified.
-
-    Args:
-        table: by draft tokens of a request and running requests. Whatever disturbs a measurement makes it longer, so
-            that no step counts as longer than one of more rows.
-    """
-
-    def __init__(self, table: StepTable):
-        self._step = {width: {n: cost.step for n, cost in row.items()} for width, row in table.items()}
-        self._draft = {width: {n: cost.draft for n, cost in row.items()} for width, row in table.items()}
-        self._lines: dict[int, tuple[Array, Array]] = {}
-
-    def step(self, num_reqs: int, rows: Array) -> Array:
-        """Seconds of steps of so many rows in all; past the measured ones, as the last of these rise."""
-        at, seconds = self._line(num_reqs)
-        slope = (seconds[-1] - seconds[-2]) / (at[-1] - at[-2]) if len(at) > 1 else seconds[-1] / at[-1]
-        return np.interp(rows, at, seconds) + slope * np.maximum(rows - at[-1], 0)
-
-    def draft(self, num_reqs: int, width: int) -> float:
-        """Seconds of drafting for a plan of ``width`` tokens of each request."""
-        known = min(self._draft, key=lambda other: (abs(other - width), other))
-        return seconds_at(self._draft[known], num_reqs, extend=True)
-
-    def _line(self, num_reqs: int) -> tuple[Array, Array]:
-        """Measured rows, rising, and their seconds, for a number of requests."""
-        if num_reqs not in self._lines:
-            widths = sorted(self._step)
-            seconds = np.array([seconds_at(self._step[w], num_reqs, extend=not w) for w in widths])
-            is_known = np.isfinite(seconds)
-            seconds = np.minimum.accumulate(seconds[is_known][::-1])[::-1]
-            self._lines[num_reqs] = (np.array(widths)[is_known] + 1) * num_reqs, seconds
-        return self._lines[num_reqs]
+from vllm_crossspec.load.rows import RowCosts
 
 
 class Plan:

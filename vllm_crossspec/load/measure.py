@@ -24,6 +24,7 @@ from vllm_crossspec.kinds.contemplate_layout import verified_nodes
 from vllm_crossspec.kinds.policy import policy_kind
 from vllm_crossspec.load.clock import StepClock
 from vllm_crossspec.load.costs import MISSED_TOKENS, Cost, RoundCosts, RoundSeconds, StepTable, round_seconds
+from vllm_crossspec.load.rows import RowCosts
 from vllm_crossspec.load.schedule import (
     LOAD_PAGE,
     LiveSchedule,
@@ -194,8 +195,10 @@ def live_schedule(vllm_config: Any) -> LiveSchedule | None:
     costs: StepTable | None = vllm_config.additional_config.get(_COSTS_KEY) if steps_wanted(vllm_config) else None
     if costs is None:
         return None
+    settings = settings_of(vllm_config)
     seconds, expected, verified = _rounds(costs, vllm_config)
-    return LiveSchedule(seconds, _table_of(costs, vllm_config), expected, verified)
+    rows = None if settings is None or settings.shares_rows else RowCosts(costs)  # a joint budget decides by itself
+    return LiveSchedule(seconds, _table_of(costs, vllm_config), expected, verified, rows)
 
 
 def _table_of(costs: StepTable, vllm_config: Any) -> list[int]:

@@ -4,6 +4,7 @@ With few requests the target waits for memory: a step of many tokens costs littl
 pay. With many it computes: every token costs, and drafts take time from other requests.
 """
 
+import bisect
 import math
 import os
 from collections import defaultdict
@@ -12,8 +13,11 @@ from itertools import groupby
 from operator import itemgetter
 from typing import Any
 
+import numpy as np
+
 from vllm_crossspec.config.schema import CrossSpecConfig
 from vllm_crossspec.load.costs import MOST_OFF, Mean, RoundSeconds, StepTable, seconds_at
+from vllm_crossspec.load.rows import RowCosts, beside_prompts
 from vllm_crossspec.ranks import step_together
 
 TOKENS_PER_DOUBLING = 0.6
@@ -36,8 +40,11 @@ measured at start-up, and for width 0, by which all others are judged."""
 AGEING = 0.9
 """What remains of earlier tries, and of earlier tokens of a width that is not used, at each new try."""
 PLAIN_MARGIN = 1.1
-"""By how much less a token must cost with drafts than without: only rounds of decoding are timed, and drafters read
-prompts as well."""
+"""By how much less a token must cost with drafts than without: drafters read prompts as well."""
+MANY_PROMPTS = 0.5
+"""Share of the steps that read prompts, above which what these verify counts for what is drafted."""
+FEW_STEPS = 16
+"""Steps without prompts that count as before the first one: requests often begin together."""
 LOAD_PAGE = "docs/methods/trees.md#load"
 
 
@@ -143,6 +150,7 @@ class LiveSchedule:
         table: from :func:`choose_schedule`, to start with.
         expected: tokens of a request and round by verified draft tokens, before any has been seen.
         verified: how many these are expected to be, by width and batch.
+        rows: what steps cost by rows; without it, steps that read prompts verify as many drafts as others.
 
     Attributes:
         rounds: by width so far.
@@ -154,6 +162,7 @@ class LiveSchedule:
         table: Sequence[int],
         expected: Callable[[int], float] = expected_tokens,
         verified: Callable[[int, int], int] = as_planned,
+        rows: RowCosts | None = None,
     ):
         self._seconds, self._expected, self._verified = _never_falling(seconds), expected, verified
         self._widths = sorted(seconds)
@@ -165,6 +174,7 @@ class LiveSchedule:
         self._all_gains = Mean()
         self._rounds, self._interval, self._next_probe = 0, FIRST_INTERVAL, FIRST_INTERVAL
         self._probe = 0
+        self._rows, self._prompts, self._others = rows, Mean(weight=FEW_STEPS), Mean()
         self.rounds: dict[int, int] = dict.fromkeys(self._widths, 0)
 
     def __getitem__(self, batch: int) -> int:
@@ -188,6 +198,35 @@ class LiveSchedule:
         off, bucket = math.log(seconds / measured), _bucket(batch)
         self._drift[width, bucket].add(off, bound=MOST_OFF)
         self._all_drifts[bucket].add(off, bound=MOST_OFF)
+
+    def saw_step(self, num_reqs: int, rows: int, width: int, seconds: float) -> None:
+        """Take in the seconds of any step: its decoding requests and its rows, and what was drafted after it."""
+        if self._rows is not None:
+            self._rows.saw_step(num_reqs, rows, width, seconds)
+
+    def to_verify(self, planned: int, num_reqs: int, num_others: int) -> int:
+        """How many of the planned draft tokens of each decoding request the next step should verify.
+
+        It must be asked about every step with such requests: how many of these read prompts counts for what is drafted.
+
+        Args:
+            planned: draft tokens of a request.
+            num_reqs: decoding requests.
+            num_others: rows of the step that are no drafts; as many as these requests in a step without prompts.
+        """
+        has_prompts = num_others > num_reqs
+        self._prompts.add(float(has_prompts))
+        if not has_prompts or self._rows is None:
+            return planned
+        self._others.add(num_others / num_reqs)
+        place = bisect.bisect_right(self._widths, planned) - 1
+        return self._widths[self._beside_prompts(num_reqs, num_others)[0][place]]
+
+    def _beside_prompts(self, num_reqs: int, num_others: int) -> tuple[Any, Any]:
+        """Places of the widths that are verified, and seconds of the step, by planned width."""
+        assert self._rows is not None
+        tokens = np.array([self.tokens(width, num_reqs) for width in self._widths])
+        return beside_prompts(np.array(self._widths), tokens, self._rows, num_reqs, num_others)
 
     def saw_tokens(self, width: int, tokens: int, batch: int = 1) -> None:
         """Take in the tokens of a request in a round with ``width`` draft tokens, the bonus token included."""
@@ -215,6 +254,12 @@ class LiveSchedule:
         """
         current = self._current.get(bucket, 0)
         costs = {width: self.seconds_per_token(width, batch) for width in self._widths}
+        if self._rows is not None and (share := self._prompts.value) > MANY_PROMPTS:
+            places, seconds = self._beside_prompts(batch, round(batch * self._others.value))
+            for width, place, beside in zip(self._widths, places, seconds, strict=True):
+                tokens = self.tokens(width, batch), self.tokens(self._widths[place], batch)
+                mean = (1 - share) * tokens[0] + share * tokens[1]
+                costs[width] = ((1 - share) * tokens[0] * costs[width] + share * float(beside)) / mean
         for width in costs:
             if width:
                 costs[width] *= PLAIN_MARGIN
