@@ -224,21 +224,20 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, parts = plt.subplots(1, 2, figsize=(9.0, 3.6), layout="constrained")
-    for axes, what in zip(
-        parts, ("seconds of an answer (median)", "ms to the first token (99th percentile)"), strict=True
-    ):
-        for method in dict.fromkeys(row.method for row in rows):
-            own = [row for row in rows if row.method == method]
-            values = [row.answer if what.startswith("seconds") else row.ttft[-1] for row in own]
-            axes.plot(
-                [100 * row.load for row in own], values, "o--" if method == PLAIN else "o-", label=method, markersize=4
-            )
-        axes.set(xlabel="arrivals, % of plain's capacity", ylabel=what)
-        axes.set_ylim(bottom=0)
-        axes.spines[["top", "right"]].set_visible(False)
-    parts[0].legend(fontsize=8, frameon=False)
-    figure.savefig(file, metadata={"Date": None})
+    style = {"svg.fonttype": "none", "svg.hashsalt": "crossspec", "font.size": 9}  # the same rows give the same file
+    with plt.rc_context(style):
+        figure, parts = plt.subplots(1, 2, figsize=(9.0, 3.6), layout="constrained")
+        for axes, what in zip(parts, ("seconds of an answer (median)", "ms to the first token (p99)"), strict=True):
+            for method in dict.fromkeys(row.method for row in rows):
+                own = [row for row in rows if row.method == method]
+                values = [row.answer if what.startswith("seconds") else row.ttft[-1] for row in own]
+                style_of = "o--" if method == PLAIN else "o-"
+                axes.plot([100 * row.load for row in own], values, style_of, label=method, markersize=4)
+            axes.set(xlabel="arrivals, % of plain's capacity", ylabel=what)
+            axes.set_ylim(bottom=0)
+            axes.spines[["top", "right"]].set_visible(False)
+        parts[0].legend(fontsize=8, frameon=False)
+        figure.savefig(file, metadata={"Date": None})
     plt.close(figure)
 
 

@@ -6,6 +6,7 @@ Token ids compare exactly: random scores lie further apart than that.
 
 import functools
 import itertools
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from steps import DEVICE, POISON, poisoned
 from vllm_crossspec.drafting.flashhead import kernels, naive
 from vllm_crossspec.drafting.flashhead.assets import Assets
 from vllm_crossspec.drafting.flashhead.head import FlashHead, Noise, Shard
+from vllm_crossspec.drafting.heads import DenseHead, RetrievalHead
 from vllm_crossspec.drafting.noise import NoiseKeys, add_candidate_noise
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-4}
@@ -113,6 +115,20 @@ def test_best_and_best_few_are_the_twins(shape):
         found = head.top_tokens(hidden)
         assert torch.equal(found.tokens.cpu(), expected[0])
         torch.testing.assert_close(found.log_probs.cpu(), expected[1], **TOLERANCE)
+
+
+def test_many_rows_together_are_the_dense_heads():
+    """Up to the row from which the head would read more vectors than the output layer has."""
+    hidden, weight, assets = make((40, 16, 20, 10, 2, ()))
+    head = FlashHead(weight, assets, max_rows=40, top_k=3)
+    most = max(n for n in range(1, 41) if 20 * -(-n // 16) + n * 2 * 10 < 200)
+    assert most == 8 and head.reads_less(most) and not head.reads_less(most + 1)
+    dense = mock.Mock(spec=DenseHead)
+    for both in (RetrievalHead(head, None, dense), RetrievalHead(head, None)):
+        for rows in (most, most + 1):
+            both.choose(hidden[:rows], None)
+            both.candidates(hidden[:rows], None, 3)
+    assert [len(call.args[0]) for call in (*dense.choose.call_args_list, *dense.candidates.call_args_list)] == [9, 9]
 
 
 def test_candidates_of_several_chunks():

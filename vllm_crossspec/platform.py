@@ -29,12 +29,14 @@ class Platform:
         has_drafter_dtypes: whether a drafter's matrix products can have a type of their own.
         fuses_late: whether inactive drafters keep the target's states and fuse many rows at once; the states of a step
             must then not be overwritten.
+        ranks_by_kernels: whether a drafter's logits are ranked by kernels of ours, not by PyTorch's operations.
     """
 
     worker = "vllm_crossspec.hooks.worker.MatchWorker"
     on_cores = False
     has_drafter_dtypes = False
     fuses_late = False
+    ranks_by_kernels = True
 
     # -- whether engines run, and how their processes begin -----------------------------------------------------
 

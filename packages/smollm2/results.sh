@@ -3,14 +3,15 @@
 #
 #   OUT       folder: a table (.md) and all figures (.json) of each part
 #   PROMPTS   JSON lines with prompt and category; by default the package's 24
-#   METHODS   of `crossspec smollm2 METHOD`, with commas; vLLM's own are added where their drafter is there
+#   METHODS   of `crossspec smollm2 METHOD`, with commas
+#   NATIVE    vLLM's own methods beside them, of eagle3, dflash, draft_model, ngram; all where their drafter is there
 #   PARTS     of batch-1, batch-4, t0.7, t1, 1k, 4k (contexts of so many tokens); all of them by default
 #   REPEATS, TOKENS   turns of every method (3), and tokens of an answer (64)
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
 out=$1 prompts=${2:-$here/vllm_crossspec_smollm2/prompts.jsonl}
 methods=${METHODS:-eagle3,eagle3-tree,dart,suffix,whiflash-goodput}
-repeats=${REPEATS:-3} tokens=${TOKENS:-64}
+repeats=${REPEATS:-3} tokens=${TOKENS:-64} natives=,${NATIVE:-eagle3,dflash,draft_model,ngram},
 target=$(crossspec smollm2)
 mkdir -p "$out/specs"
 
@@ -23,14 +24,14 @@ for method in ${methods//,/ }; do
     config=$(crossspec smollm2 "$method") # of its own line, so that a missing drafter ends this
     spec "$method" "$config"
 done
-native() { # METHOD FOLDER LENGTH: the same drafter as vLLM's own chain
-    [ ! -f "$2/config.json" ] ||
-        spec "vllm-$1" "{\"method\": \"$1\", \"model\": \"$2\", \"num_speculative_tokens\": $3}"
+native() { # METHOD LENGTH FOLDER: the same drafter as vLLM's own chain
+    [[ $natives != *,$1,* || ! -f $3/config.json ]] ||
+        spec "vllm-$1" "{\"method\": \"$1\", \"model\": \"$3\", \"num_speculative_tokens\": $2}"
 }
-native eagle3 "$here/vllm_crossspec_smollm2/eagle3" 4
-native dflash "$here/vllm_crossspec_smollm2/dflash" 7
-native draft_model "$target/draft-model" 4
-spec vllm-ngram '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
+native eagle3 4 "$here/vllm_crossspec_smollm2/eagle3"
+native dflash 7 "$here/vllm_crossspec_smollm2/dflash"
+native draft_model 4 "$target/draft-model"
+[[ $natives != *,ngram,* ]] || spec vllm-ngram '{"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4}'
 
 bench() { # PART [OPTION...]
     local part=$1

@@ -14,6 +14,7 @@ from torch import nn
 from vllm.distributed import tensor_model_parallel_all_gather
 
 from vllm_crossspec.config.schema import DrafterConfig
+from vllm_crossspec.drafting.best_logits import MAX_K, best_logits
 from vllm_crossspec.drafting.flashhead.check import check_fingerprint, head_assets
 from vllm_crossspec.drafting.flashhead.head import FlashHead, Noise, Shard
 from vllm_crossspec.drafting.noise import NoiseKeys, add_candidate_noise, add_cluster_noise, add_target_noise
@@ -57,16 +58,22 @@ class DenseHead(DraftHead):
         self.logits, self.offsets = logits, offsets
 
     def choose(self, hidden: torch.Tensor, keys: NoiseKeys | None) -> torch.Tensor:
-        return self.to_target(self._ranked(hidden, keys).argmax(dim=-1))
+        logits = self.logits(hidden)
+        if platform().ranks_by_kernels:
+            return best_logits(logits, 1, keys, self.offsets).tokens[:, 0]
+        return self.to_target(self._ranked(logits, keys).argmax(dim=-1))
 
     def candidates(self, hidden: torch.Tensor, keys: NoiseKeys | None, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-        logits = self._ranked(hidden, keys)
-        log_probs, ids = platform().top(logits, min(k, logits.shape[-1]))
+        logits = self.logits(hidden)
+        k = min(k, logits.shape[-1])
+        if platform().ranks_by_kernels and k <= MAX_K:
+            best = best_logits(logits, k, keys, self.offsets)
+            return best.log_probs, best.tokens
+        log_probs, ids = platform().top(self._ranked(logits, keys), k)
         return log_probs, self.to_target(ids)
 
-    def _ranked(self, hidden: torch.Tensor, keys: NoiseKeys | None) -> torch.Tensor:
+    def _ranked(self, logits: torch.Tensor, keys: NoiseKeys | None) -> torch.Tensor:
         """The drafter's logits, coupled with the target's noise if there are keys."""
-        logits = self.logits(hidden)
         return logits if keys is None else add_target_noise(keys._replace(offsets=self.offsets), logits)
 
 
@@ -77,15 +84,22 @@ class RetrievalHead(DraftHead):
 
     - Log-probabilities are normalised over the scored tokens; there are 0 and -inf past the last of them.
     - Results are valid until the next call.
+
+    Every row reads clusters of its own. So many rows together read more than the whole output layer: then ``dense``
+    takes the place of this head, if it is given.
     """
 
-    def __init__(self, head: FlashHead, offsets: torch.Tensor | None):
-        self.head, self.offsets = head, offsets
+    def __init__(self, head: FlashHead, offsets: torch.Tensor | None, dense: DenseHead | None = None):
+        self.head, self.offsets, self.dense = head, offsets, dense
 
     def choose(self, hidden: torch.Tensor, keys: NoiseKeys | None) -> torch.Tensor:
+        if self.dense is not None and not self.head.reads_less(len(hidden)):
+            return self.dense.choose(hidden, keys)
         return self.to_target(self.head.best_token(hidden, self._noise(keys)))
 
     def candidates(self, hidden: torch.Tensor, keys: NoiseKeys | None, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.dense is not None and not self.head.reads_less(len(hidden)):
+            return self.dense.candidates(hidden, keys, k)
         found = self.head.top_tokens(hidden, self._noise(keys))
         return found.log_probs[:, :k], self.to_target(found.tokens[:, :k])
 
@@ -120,14 +134,15 @@ def make_head(
     offsets = getattr(model, "draft_id_to_target_id", None)
     if offsets is not None and has_weights:
         check_drafted_tokens(offsets, vocab_size, f"speculative_config: {folder}")
+    layer = output_layer(model)
+    dense = DenseHead(lambda hidden: model.logits_processor(layer, hidden), offsets)
     if drafter.head is None:
-        layer = output_layer(model)
-        return DenseHead(lambda hidden: model.logits_processor(layer, hidden), offsets)
+        return dense
     key = "speculative_config: head"
     weight, shard = output_embedding(model, key)
     assets = head_assets(drafter.head, folder, f"{key}.model")
     if has_weights:
-        own = output_layer(model).weight.detach()
+        own = layer.weight.detach()
         whole = weight if shard is None else tensor_model_parallel_all_gather(own, dim=0)
         check_fingerprint(assets, whole[: assets.vocab_size], f"{key}.model")
     dtype = drafter.head.centroid_dtype
@@ -144,7 +159,8 @@ def make_head(
         centroid_dtype=None if dtype is None else getattr(torch, dtype),
         shard=shard,
     )
-    return RetrievalHead(head, offsets)
+    # On a CPU, where neither reading nor the number of rows decides, it would only hide the head from tests.
+    return RetrievalHead(head, offsets, dense if platform().ranks_by_kernels else None)
 
 
 def check_drafted_tokens(offsets: torch.Tensor, vocab_size: int, key: str) -> None:

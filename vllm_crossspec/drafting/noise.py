@@ -54,14 +54,14 @@ class NoiseKeys(NamedTuple):
 
 
 @triton.jit
-def _request(row, idx_mapping_ptr, temperature_ptr, ROWS_PER_ENTRY: tl.constexpr):
+def request_of(row, idx_mapping_ptr, temperature_ptr, ROWS_PER_ENTRY: tl.constexpr):
     """Slot and temperature (0 for padding) of a row's request."""
     slot = tl.load(idx_mapping_ptr + row // ROWS_PER_ENTRY).to(tl.int64)
     return slot, tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def _noise_of(token, inside, offsets_ptr, position_ptr, seed_ptr, USE_FP64: tl.constexpr):
+def noise_of(token, inside, offsets_ptr, position_ptr, seed_ptr, USE_FP64: tl.constexpr):
     """The target's Gumbel noise for draft ids of a request at a position, computed as in vLLM's sampler."""
     seed, position, key = tl.load(seed_ptr), tl.load(position_ptr), token
     if offsets_ptr is not None:
@@ -96,9 +96,9 @@ def _add_target_noise_kernel(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
     x = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
-    slot, temperature = _request(row, idx_mapping_ptr, temperature_ptr, ROWS_PER_ENTRY)
+    slot, temperature = request_of(row, idx_mapping_ptr, temperature_ptr, ROWS_PER_ENTRY)
     if temperature != 0.0:
-        noise = _noise_of(token, inside, offsets_ptr, positions_ptr + row, seeds_ptr + slot, USE_FP64)
+        noise = noise_of(token, inside, offsets_ptr, positions_ptr + row, seeds_ptr + slot, USE_FP64)
         x = x / temperature + noise
     else:
         x = x * sharpness
@@ -139,7 +139,7 @@ def _add_candidate_noise_kernel(
     BLOCK_P: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slot, temperature = _request(row, idx_mapping_ptr, temperature_ptr, ROWS_PER_ENTRY)
+    slot, temperature = request_of(row, idx_mapping_ptr, temperature_ptr, ROWS_PER_ENTRY)
     is_sampled = temperature != 0.0
     if is_sampled | (sharpness != 1.0):
         p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -149,7 +149,7 @@ def _add_candidate_noise_kernel(
         x = tl.load(scores_ptr + place, mask=inside, other=float("-inf"))
         token = tl.load(tokens_ptr + place, mask=inside, other=0).to(tl.int64)
         if is_sampled:  # -inf stays
-            noise = _noise_of(token, inside, offsets_ptr, positions_ptr + row, seeds_ptr + slot, USE_FP64)
+            noise = noise_of(token, inside, offsets_ptr, positions_ptr + row, seeds_ptr + slot, USE_FP64)
             x = x / temperature + noise
         else:
             x = x * sharpness
@@ -192,7 +192,7 @@ def _add_cluster_noise_kernel(
     BLOCK_M: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slot, temperature = _request(row, idx_mapping_ptr, temperature_ptr, ROWS_PER_ENTRY)
+    slot, temperature = request_of(row, idx_mapping_ptr, temperature_ptr, ROWS_PER_ENTRY)
     if temperature != 0.0:
         c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
         m = tl.arange(0, BLOCK_M)
@@ -200,7 +200,7 @@ def _add_cluster_noise_kernel(
         is_member = is_cluster[:, None] & (m < CLUSTER_SIZE)[None, :]
         place = c.to(tl.int64)[:, None] * CLUSTER_SIZE + m[None, :]
         token = tl.load(members_ptr + place, mask=is_member, other=0).to(tl.int64)
-        noise = _noise_of(token, is_member, offsets_ptr, positions_ptr + row, seeds_ptr + slot, USE_FP64)
+        noise = noise_of(token, is_member, offsets_ptr, positions_ptr + row, seeds_ptr + slot, USE_FP64)
         most = tl.max(tl.where(is_member, noise, float("-inf")), axis=1)
         score = tl.load(scores_ptr + row * num_clusters + c, mask=is_cluster, other=0.0)
         length = tl.load(lengths_ptr + c, mask=is_cluster, other=0.0)

@@ -65,6 +65,7 @@ CASES = {
     "test_flashhead.test_centroid_scores": [((3, 130, 40, 7, 5, (279, 3, 100)),)],
     "test_flashhead.test_selected_clusters": [(7,), (64,)],
     "test_flashhead.test_best_and_best_few_are_the_twins": [((1, 33, 17, 16, 17, (0, 5)),)],
+    "test_best_logits.test_kernels_are_the_twins": [(3, 2100, 4, "sampled", True), (2, 300, 1, "greedy", False)],
     "test_flashhead_noise.test_noise_of_clusters_is_its_twins": [((5, 16, 8, 4, 2, ()), True, False)],
     "test_flashhead_noise.test_with_all_clusters_probed_it_is_the_dense_coupled_head": [
         ((5, 16, 8, 4, 2, ()), True, False), ((5, 16, 8, 4, 2, ()), False, True),

@@ -31,19 +31,6 @@ class Noise(NamedTuple):
     of_clusters: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
-class TopTokens(NamedTuple):
-    """The best candidates of each row, in falling order.
-
-    Attributes:
-        tokens: int64 [B, K]; 0 past the last candidate.
-        log_probs: float32 [B, K]; -inf past the last candidate. They are normalised over the scored tokens, so they
-            are slightly too high.
-    """
-
-    tokens: torch.Tensor
-    log_probs: torch.Tensor
-
-
 class Shard(NamedTuple):
     """One rank's part of the output embedding.
 
@@ -104,7 +91,7 @@ class FlashHead:
         self.num_probes = check_probes(assets.num_probes if num_probes is None else num_probes, num_clusters)
         if not 0 <= top_k <= MAX_TOP_K:
             raise ValueError(f"top_k {top_k}: the head gives at most {MAX_TOP_K} candidates")
-        self.max_rows, self.top_k = max_rows, top_k
+        self.max_rows, self.top_k, self._vocab_size = max_rows, top_k, assets.vocab_size
         device = weight.device
         centroids = F.normalize(assets.centroids.to(device, torch.float32), dim=1)
         self._centroids, self._scales = _narrow(centroids, centroid_dtype or weight.dtype, weight.dtype)
@@ -117,6 +104,12 @@ class FlashHead:
         self._own = torch.zeros(max_rows, dtype=torch.float32, device=device)  # this rank's scores or log-sums
         self._buffers = kernels.make_buffers(max_rows, self._tokens, self.num_probes, top_k, is_coupled)
 
+    def reads_less(self, num_rows: int) -> bool:
+        """Whether so many rows read fewer vectors than the dense head has: centroids, and each row its own tokens."""
+        of_row = self.num_probes * self._tokens.members.shape[1] + len(self._tokens.special_tokens)
+        centroids = len(self._centroids) * -(-num_rows // kernels.ROWS_TOGETHER)
+        return centroids + num_rows * of_row < self._vocab_size
+
     def best_token(self, hidden: torch.Tensor, noise: Noise | None = None) -> torch.Tensor:
         """int64 [B] tokens with the highest score for states [B, D], after ``noise`` has changed the scores.
 
@@ -128,14 +121,14 @@ class FlashHead:
         kernels.best_token(packed=self._buffers.packed, out=out, scores=scores)
         return out if scores is None else self._best_of_ranks(out, scores)
 
-    def top_tokens(self, hidden: torch.Tensor, noise: Noise | None = None) -> TopTokens:
+    def top_tokens(self, hidden: torch.Tensor, noise: Noise | None = None) -> kernels.TopTokens:
         """The best ``top_k`` tokens of states [B, D], as in :meth:`best_token`; for trees."""
         assert self.top_k, "made without top_k"
         num_rows = self._check(hidden)
-        out = TopTokens(self._top[:num_rows], self._log_probs[:num_rows])
+        out = kernels.TopTokens(self._top[:num_rows], self._log_probs[:num_rows])
         log_sums = None if self._shard is None else self._own[:num_rows]
         self._score(hidden, noise, keeps_all=True)
-        kernels.top_tokens(buffers=self._buffers, tokens=out.tokens, log_probs=out.log_probs, log_sums=log_sums)
+        kernels.top_tokens(buffers=self._buffers, out=out, log_sums=log_sums)
         return out if log_sums is None else self._top_of_ranks(out, log_sums)
 
     def _best_of_ranks(self, out: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -144,7 +137,7 @@ class FlashHead:
         found = self._shard.gather(torch.stack((scores, out.float()), dim=1)).view(len(out), -1, 2)
         return out.copy_(merge.best_token(found[:, :, 0], found[:, :, 1].long()))
 
-    def _top_of_ranks(self, out: TopTokens, log_sums: torch.Tensor) -> TopTokens:
+    def _top_of_ranks(self, out: kernels.TopTokens, log_sums: torch.Tensor) -> kernels.TopTokens:
         """Write each row's best tokens of all ranks, given this rank's and its log-sums [B]."""
         assert self._shard is not None
         own = torch.cat((out.log_probs, out.tokens.float(), log_sums[:, None]), dim=1)

@@ -14,6 +14,8 @@ import triton.language as tl
 
 SLOTS = 32
 """Candidates that one program scores."""
+ROWS_TOGETHER = 16
+"""States for which one program scores its centroids."""
 CHUNK = 2048
 """Candidates from which one program picks the best K."""
 NO_CANDIDATE = tl.constexpr(-(2**63))
@@ -147,7 +149,7 @@ def score_centroids(
     (num_rows, hidden_size), num_clusters = hidden.shape, len(centroids)
     assert hidden.stride(1) == 1 and centroids.is_contiguous() and scores.is_contiguous()
     is_one, block_c = num_rows == 1, 32
-    block_b = 1 if is_one else 16
+    block_b = 1 if is_one else ROWS_TOGETHER
     grid, tensors = (triton.cdiv(num_clusters, block_c), triton.cdiv(num_rows, block_b)), (centroids, scales, scores)
     states = _TYPES[centroids.dtype]
     # The interpreter multiplies the bits of bfloat16 as if they were numbers.
@@ -347,21 +349,8 @@ def best_token(*, packed: torch.Tensor, out: torch.Tensor, scores: torch.Tensor 
 
 
 @triton.jit
-def _chunk_best_kernel(
-    scores_ptr,  # float32 [rows, N]
-    tokens_ptr,  # int32 [rows, N]
-    best_ptr,  # int64 [rows, chunks * K] out
-    sums_ptr,  # float32 [rows, chunks, 2] out
-    num_candidates,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(1).to(tl.int64)
-    chunk = row * tl.num_programs(0) + tl.program_id(0)
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = n < num_candidates
-    score = tl.load(scores_ptr + row * num_candidates + n, mask=inside, other=float("-inf"))
-    token = tl.load(tokens_ptr + row * num_candidates + n, mask=inside, other=0)
+def keep_best(score, token, chunk, best_ptr, sums_ptr, K: tl.constexpr):
+    """Write a chunk's best K scores with their tokens, its maximum, and the sum of exponentials below it."""
     is_live = score > float("-inf")
     highest = tl.max(score, axis=0)
     total = tl.sum(tl.where(is_live, tl.exp(score - tl.where(highest > float("-inf"), highest, 0.0)), 0.0), axis=0)
@@ -375,12 +364,31 @@ def _chunk_best_kernel(
 
 
 @triton.jit
+def _chunk_best_kernel(
+    scores_ptr,  # float32 [rows, N]
+    tokens_ptr,  # int32 [rows, N]
+    best_ptr,  # int64 [rows, chunks * K] out
+    sums_ptr,  # float32 [rows, chunks, 2] out
+    num_candidates,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(1).to(tl.int64)
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = n < num_candidates
+    score = tl.load(scores_ptr + row * num_candidates + n, mask=inside, other=float("-inf"))
+    token = tl.load(tokens_ptr + row * num_candidates + n, mask=inside, other=0)
+    keep_best(score, token, row * tl.num_programs(0) + tl.program_id(0), best_ptr, sums_ptr, K)
+
+
+@triton.jit
 def _top_tokens_kernel(
     best_ptr,  # int64 [rows, chunks * K]
     sums_ptr,  # float32 [rows, chunks, 2]
     tokens_ptr,  # int64 [B, K] out
     log_probs_ptr,  # float32 [B, K] out
     log_sums_ptr,  # float32 [B] out, or None
+    offsets_ptr,  # int64 [draft vocabulary], or None: what is added to a token
     num_chunks,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -402,27 +410,63 @@ def _top_tokens_kernel(
     for rank in range(K):
         best = tl.max(packed, axis=0)
         is_none = best == NO_CANDIDATE
-        tl.store(tokens_ptr + row * K + rank, tl.where(is_none, 0, _unpack_token(best)))
+        token = tl.where(is_none, 0, _unpack_token(best))
+        if offsets_ptr is not None:
+            token += tl.load(offsets_ptr + token)
+        tl.store(tokens_ptr + row * K + rank, token)
         log_prob = tl.where(is_none, float("-inf"), _unpack_score(best) - log_sum)
         tl.store(log_probs_ptr + row * K + rank, log_prob)
         packed = tl.where(packed == best, NO_CANDIDATE, packed)
 
 
-def top_tokens(
-    *, buffers: Buffers, tokens: torch.Tensor, log_probs: torch.Tensor, log_sums: torch.Tensor | None = None
-) -> None:
-    """Write the best K candidates of each row, in falling order, smaller ids first at ties; two launches.
+class TopTokens(NamedTuple):
+    """The best candidates of each row, in falling order, smaller ids first at ties.
+
+    Attributes:
+        tokens: int64 [B, K]; 0 past the last candidate.
+        log_probs: float32 [B, K]; -inf past the last candidate. They are normalised over the candidates, so FlashHead's
+            are slightly too high.
+    """
+
+    tokens: torch.Tensor
+    log_probs: torch.Tensor
+
+
+def top_tokens(*, buffers: Buffers, out: TopTokens, log_sums: torch.Tensor | None = None) -> None:
+    """Write the best K candidates of each row; two launches.
 
     Args:
         buffers: the candidates' are read, the chunks' written.
-        tokens: int64 [B, K], written; 0 past the last candidate.
-        log_probs: float32 [B, K], written, normalised over the row's candidates; -inf past the last candidate.
+        out: written.
         log_sums: float32 [B], written if given: ``logsumexp`` of the row's scores.
     """
-    (num_rows, k), num_candidates = tokens.shape, buffers.candidate_scores.shape[1]
+    (num_rows, k), num_candidates = out.tokens.shape, buffers.candidate_scores.shape[1]
     chunks = buffers.chunk_sums.shape[1]
-    assert buffers.chunk_best.shape[1] == chunks * k and tokens.is_contiguous() and log_probs.is_contiguous()
-    candidates, best = (buffers.candidate_scores, buffers.candidate_tokens), (buffers.chunk_best, buffers.chunk_sums)
-    _chunk_best_kernel[(chunks, num_rows)](*candidates, *best, num_candidates, K=k, BLOCK=CHUNK)
+    assert buffers.chunk_best.shape[1] == chunks * k
+    candidates = (buffers.candidate_scores, buffers.candidate_tokens)
+    of_chunks = (buffers.chunk_best, buffers.chunk_sums)
+    _chunk_best_kernel[(chunks, num_rows)](*candidates, *of_chunks, num_candidates, K=k, BLOCK=CHUNK)
+    join_chunks(*of_chunks, out, log_sums=log_sums)
+
+
+def join_chunks(
+    chunk_best: torch.Tensor,
+    chunk_sums: torch.Tensor,
+    out: TopTokens,
+    *,
+    log_sums: torch.Tensor | None = None,
+    offsets: torch.Tensor | None = None,
+) -> None:
+    """Write the best K of all chunks of each row; one launch.
+
+    Args:
+        chunk_best: int64 [rows, chunks * K].
+        chunk_sums: float32 [rows, chunks, 2].
+        out: written.
+        log_sums: float32 [B], written if given: ``logsumexp`` of the row's scores.
+        offsets: int64 [draft vocabulary] target id minus draft id; None: tokens stay as they are.
+    """
+    (num_rows, k), chunks = out.tokens.shape, chunk_sums.shape[1]
+    assert out.tokens.is_contiguous() and out.log_probs.is_contiguous()
     blocks = {"BLOCK": triton.next_power_of_2(chunks * k), "BLOCK_CHUNKS": triton.next_power_of_2(chunks)}
-    _top_tokens_kernel[(num_rows,)](*best, tokens, log_probs, log_sums, chunks, K=k, **blocks)
+    _top_tokens_kernel[(num_rows,)](chunk_best, chunk_sums, *out, log_sums, offsets, chunks, K=k, **blocks)

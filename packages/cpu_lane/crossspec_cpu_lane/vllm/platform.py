@@ -20,6 +20,7 @@ class CpuPlatform(Platform):
     worker = "crossspec_cpu_lane.vllm.worker.MatchCPUWorker"
     on_cores = True
     has_drafter_dtypes = True
+    ranks_by_kernels = False
     fuses_late = True  # a fuse of few rows takes as long as one of many: as long as its weights take to be read
 
     def missing(self) -> str | None:
