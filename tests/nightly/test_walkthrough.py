@@ -133,12 +133,12 @@ NOWHERE = {
     "python benchmarks/flight.py *": GPU,
     "pytest --shadow-interpreter -p no:xdist *": HOURS,
     "python benchmarks/cpu_speed.py *": LARGE,
+    "python benchmarks/load.py *": "starts servers; benchmarks/tests/test_load.py has a small one",
     "python research/paper_tables.py *": "takes minutes; research/tests make small ones",
     "python benchmarks/fuzz.py *": "needs atheris; tests/nightly/test_fuzz.py hands changed files to the same readers",
     "python benchmarks/round_time.py*": GPU,
     "python benchmarks/switch_cost.py*": GPU,
     "twine *": PUBLISHES,
-    "vllm bench serve *": "vLLM's own load, on a server of the reader's",
     "VLLM_PLUGINS= vllm serve *": "without the plugin, which the tests' process has",
     "source *": "is about the reader's shell",
 }
