@@ -32,7 +32,7 @@ NARROW_WIDTHS = (5, 3)
 """Draft tokens that pay where a step of many rows does not: with some requests on a GPU, and on a CPU."""
 PROBE_ROUNDS = 4
 """Rounds in a row that try another width. The first costs what the two widths cost together."""
-FIRST_INTERVAL, LAST_INTERVAL = 64, 256
+FIRST_INTERVAL, LAST_INTERVAL = 32, 256
 """Rounds between two tries; the interval doubles from the first to the last."""
 PROBE_SLACK, FIRST_SLACK = 0.5, 1.0
 """By how much a width may look worse than the best one and still be tried. The second is for a width that was only
