@@ -96,6 +96,16 @@ def test_if_all_steps_read_prompts_and_drafts_never_pay_there_none_are_made():
     assert schedule_of(True) == 0
 
 
+def test_a_width_that_was_not_measured_is_not_chosen_beside_prompts_either():
+    costs = table()
+    costs[15] = {1: costs[15][1]}
+    rounds = {w: {n: cost.step + cost.draft for n, cost in row.items()} for w, row in costs.items()}
+    schedule = LiveSchedule(rounds, choose_schedule(rounds, 8), rows=RowCosts(costs))
+    for _ in range(3000):  # until the share of steps with prompts is as near to 1 as it comes
+        schedule.to_verify(5, 8, 80)
+    assert {schedule[8] for _ in range(300)} <= {0, 3, 5}
+
+
 # -- what the scheduler does with it ----------------------------------------------------------------------------------
 
 
