@@ -3,6 +3,7 @@
 import engines
 import pytest
 import torch
+from hopper import compile_in_subprocess
 
 from vllm_crossspec.drafting import best_logits, noise
 from vllm_crossspec.drafting.heads import DenseHead
@@ -60,6 +61,24 @@ def test_what_is_no_number_is_no_candidate():
     assert found.tokens.tolist() == [[4100, 0], [0, 0], [0, 0]]
     assert found.log_probs[0].tolist() == [0.0, float("-inf")]
     assert found.log_probs[1:].isneginf().all()
+
+
+COMPILE_FOR_HOPPER = """
+from hopper import compile_only
+compiled = compile_only()
+import torch
+import test_best_logits as cases
+
+for kind, reduced, dtype, k in [("uncoupled", False, torch.bfloat16, 10), ("sampled", True, torch.bfloat16, 10),
+                                ("sampled", True, torch.float32, 1)]:
+    logits, keys, offsets = cases.case(80, 32000, kind, reduced, dtype)
+    cases.best_logits.best_logits(logits, k, keys, offsets)
+assert set(compiled) == {"_chunk_logits_kernel", "_top_tokens_kernel"}, set(compiled)
+"""
+
+
+def test_kernels_compile_for_hopper(tmp_path):
+    compile_in_subprocess(COMPILE_FOR_HOPPER, tmp_path)
 
 
 @pytest.mark.parametrize("keys", [True, False])

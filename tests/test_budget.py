@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from hopper import compile_in_subprocess
 
 from vllm_crossspec.budget import naive
 from vllm_crossspec.budget.feature import WorthOnHost
@@ -169,6 +170,28 @@ def test_the_nodes_that_are_worth_most_are_admitted(slots, reqs, nodes, depth, t
         starts = torch.cat([torch.zeros(1, dtype=torch.int32, device=DEVICE), found.admitted + others]).cumsum(0)
         assert torch.equal(found.query_start_loc[: reqs + 1], starts.int())
         assert torch.equal(found.cu_num_logits[1 : reqs + 1], (found.admitted + 1).cumsum(0).int())
+
+
+COMPILE_FOR_HOPPER = """
+from hopper import compile_only
+compiled = compile_only()
+import torch
+import test_budget as cases
+
+for slots, reqs, nodes, depth in cases.SHAPES[1:3]:
+    tree, idx_mapping = cases.trees(slots, reqs, nodes, depth), cases.slots_of(slots, slots, reqs)
+    estimates = cases.make_estimates(slots, nodes, depth, cases.DEVICE)
+    cases.estimate(tree, idx_mapping, estimates)
+    cases.learn(cases.verification(0, tree, idx_mapping, slots, depth), estimates)
+    counts = [torch.ones(reqs, dtype=torch.int32) for _ in range(3)]
+    starts = [torch.zeros(slots + 2, dtype=torch.int32) for _ in range(2)]
+    cases.admit(cases.Shares(idx_mapping, *counts, *starts), estimates.worth, 1)
+assert set(compiled) == {"_estimate_kernel", "_observe_kernel", "_learn_kernel", "_admit_kernel"}, set(compiled)
+"""
+
+
+def test_kernels_compile_for_hopper(tmp_path):
+    compile_in_subprocess(COMPILE_FOR_HOPPER, tmp_path)
 
 
 KNEE = {
