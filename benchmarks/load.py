@@ -1,19 +1,18 @@
 """Servers under load: latencies and tokens a second of each method while requests arrive by chance.
 
     python benchmarks/load.py --model MODEL --prompts PROMPTS.jsonl --spec eagle3.json --spec vllm-eagle3.json \\
-        --out runs/load --serve "--dtype float32 --max-model-len 2048"
+        --out runs/load -- --dtype float32 --max-model-len 2048
 
-A `vllm serve` for plain and each --spec in turn; vLLM's own client, `vllm bench serve`, sends the requests. First plain
-answers as many at a time as it takes: the requests a second are its capacity. Then the same prompts arrive as a Poisson
-process at each of --loads, shares of that capacity; the times of arrival are the same for every method. In --out:
-the client's own documents, the servers' logs, and `load.json`, `load.md` and `load.svg`. What is there already is not
-measured again.
+A `vllm serve` for plain and each --spec in turn, with the options behind `--`; vLLM's own client, `vllm bench serve`,
+sends the requests. First plain answers as many at a time as it takes: the requests a second are its capacity. Then the
+same prompts arrive as a Poisson process at each of --loads, shares of that capacity; the times of arrival are the same
+for every method. In --out: the client's own documents, the servers' logs, and `load.json`, `load.md` and `load.svg`.
+What is there already is not measured again.
 """
 
 import argparse
 import contextlib
 import json
-import shlex
 import socket
 import statistics
 import subprocess
@@ -34,7 +33,7 @@ Document = Mapping[str, Any]
 
 
 def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line's. Exits with a sentence about what is wrong."""
+    """The command line's."""
     parser = common.make_parser(__doc__)
     add = parser.add_argument
     add("--model", required=True, help="folder or name of the target")
@@ -46,20 +45,23 @@ def arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--tokens", type=int, default=64, help="most tokens of an answer")
     add("--repeats", type=int, default=1, help="turns of all methods")
     add("--max-num-seqs", type=int, default=16, help="requests that a server answers at a time")
-    add("--serve", type=shlex.split, default=[], help="more options of `vllm serve`, in one string")
-    found = parser.parse_args(argv)
-    for file in [found.prompts, *found.spec]:
+    add("serve", nargs="*", metavar="-- OPTION", help="more options of `vllm serve`")
+    return parser.parse_args(argv)
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises ValueError, a sentence, before any server starts."""
+    for option, file in [("--prompts", options.prompts), *(("--spec", file) for file in options.spec)]:
         if not file.is_file():
-            parser.error(f"there is no file {file}")
-    names = [PLAIN, *(file.stem for file in found.spec)]
+            raise ValueError(f"{option}: there is no file {file}")
+    names = [PLAIN, *(file.stem for file in options.spec)]
     if twice := {name for name in names if names.count(name) > 1}:
-        parser.error(f"two methods are called {min(twice)!r}; give the --spec files other names")
-    for file in found.spec:
+        raise ValueError(f"--spec: two methods are called {min(twice)!r}; give the files other names")
+    for file in options.spec:
         try:
             json.loads(file.read_text())
         except ValueError as problem:
-            parser.error(f"--spec {file} is no JSON: {problem}")
-    return found
+            raise ValueError(f"--spec {file} is no JSON: {problem}") from problem
 
 
 def _shares(text: str) -> list[float]:
@@ -241,11 +243,16 @@ def draw(rows: Sequence[Row], file: Path) -> None:
     plt.close(figure)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure, and write the results."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, and write the results; 2 for what cannot be measured."""
     options = arguments(argv)
-    options.out.mkdir(parents=True, exist_ok=True)
-    measure(options)
+    try:
+        check(options)
+        options.out.mkdir(parents=True, exist_ok=True)
+        measure(options)
+    except (ValueError, RuntimeError) as problem:
+        print(problem, file=sys.stderr)
+        return 2
     rows = rows_of(options.out, [PLAIN, *(file.stem for file in options.spec)], options.loads, options.repeats)
     lines = table(rows)
     (options.out / "load.md").write_text("\n".join(lines) + "\n")
@@ -254,7 +261,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     document = {"rows": [row._asdict() for row in rows], "meta": common.origin("load")}
     (options.out / "load.json").write_text(json.dumps(document, indent=1) + "\n")
     common.emit(document, options.json)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

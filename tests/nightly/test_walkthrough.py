@@ -128,7 +128,6 @@ NOWHERE = {
     "pip install vllm-crossspec*": NETWORK,
     "pip install --upgrade vllm-crossspec": NETWORK,
     "pip uninstall *": "the package that is tested",
-    "bash benchmarks/sanitize.sh *": GPU,
     "*bash packages/smollm2/results.sh *": LARGE,
     "python benchmarks/flight.py *": GPU,
     "pytest --shadow-interpreter -p no:xdist *": HOURS,
