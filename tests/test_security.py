@@ -67,6 +67,7 @@ EXCEPTIONS = {
     ("vllm_crossspec/cli/doctor.py", "importlib.import_module"): "names that stand in the file",
     ("vllm_crossspec/cli/doctor.py", "importlib.metadata.entry_points"): "it lists them and loads none",
     ("crossspec_tools/flashhead/cli.py", "importlib.import_module"): "names that stand in the file",
+    ("benchmarks/load.py", "urllib.request.urlopen"): "the health of a server that it has started",
     ("vllm_crossspec/cli/server.py", "urllib.request.urlopen"): "the server that the user names, http or https",
     ("crossspec_tools/train/cli_drafters.py", "importlib.import_module"): "a module that a trainer of ours names",
     ("vllm_crossspec/kinds/checkpoint.py", "importlib.import_module"): "a module that a DrafterKind names",
