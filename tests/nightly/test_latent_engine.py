@@ -12,13 +12,16 @@ import engines
 import latent_targets
 import pytest
 import target_kinds
+import torch
 from test_bfloat16 import NEAR, divergences
 
 from vllm_crossspec.frontend import build
 
 pytestmark = pytest.mark.e2e
 
-SETTINGS = {"llama4": {"block_size": 32}}  # a chunk is a block, or several
+ON_CPU = {} if torch.cuda.is_available() else {"attention_backend": "CPU_MLA"}
+"""On processors with AMX vLLM would pack MLA's weights, and cannot pack float32 ones."""
+SETTINGS = {"deepseek2": ON_CPU, "deepseek3": ON_CPU, "llama4": {"block_size": 32}}  # a chunk is a block, or several
 SUFFIX = target_kinds.LOOKUPS["chain"]
 ROUTED = {
     "method": "whiflash",
@@ -94,7 +97,7 @@ def test_mla_steps_wait_for_the_last_ones_acceptance():
     """Scheduled asynchronously, refused drafts count as context: the text changes, so it is not done, or refused."""
     target = latent_targets.folder("deepseek2")
     with engines.async_scheduling_on_cpu():
-        with engines.engine(SUFFIX, model=target) as llm:
+        with engines.engine(SUFFIX, model=target, **ON_CPU) as llm:
             assert not llm.llm_engine.vllm_config.scheduler_config.async_scheduling
         with pytest.raises(ValueError, match=r"async_scheduling with latent attention \(MLA\) .*--no-async-scheduling"):
             run(SUFFIX, "deepseek2", async_scheduling=True)
