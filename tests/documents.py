@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib.util
 import io
+import itertools
 import json
 import re
 import shlex
@@ -312,7 +313,7 @@ def _check_python(words: list[str]) -> None:
             beside = (script.parent / f"{name}.py", *(script.parent / name).glob("*.py"))
             left += [other for other in beside if other.is_file() and other not in files]
     known = _options_in(*files) | {"--help"}
-    for word in words[1:]:
+    for word in itertools.takewhile("--".__ne__, words[1:]):  # what follows it is another program's
         if word.startswith("--") and word.split("=")[0] not in known:
             raise CommandError(f"{words[0]} has no option {word.split('=')[0]!r}")
 
