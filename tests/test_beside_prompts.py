@@ -209,7 +209,16 @@ def drawn_cuts(cuts, seed):
 def test_texts_are_plains_whatever_is_cut(spec, is_async, monkeypatch):
     """Prompts arrive, in chunks, while others decode; grammars, penalties and sampled requests among them."""
     monkeypatch.delenv("CROSSSPEC_FIXED_WIDTHS")
-    plain, cuts = [engines.plain(16), engines.plain(16, temperature=0.8, seed=7)], []
+    plain, cuts, seen = [engines.plain(16), engines.plain(16, temperature=0.8, seed=7)], [], []
+    cut = OptOutScheduler._cut_beside_prompts
+
+    def watched(scheduler, step, output):
+        found = cut(scheduler, step, output)
+        if step.num_others != step.num_reqs:
+            seen.append((step.widest, max(map(len, output.scheduled_spec_decode_tokens.values()), default=0)))
+        return found
+
+    monkeypatch.setattr(OptOutScheduler, "_cut_beside_prompts", watched)
     mixed, _ = engines.plain_mixed_answers()
     settings = {"max_num_seqs": 3, "max_num_batched_tokens": 96, "enable_prefix_caching": False}
     with drawn_cuts(cuts, 5), engines.engine(spec, async_scheduling=is_async, **settings) as llm:
@@ -219,3 +228,4 @@ def test_texts_are_plains_whatever_is_cut(spec, is_async, monkeypatch):
         assert engines.counts(llm).accepted > 0
     lost = sum(0 < width < planned for planned, width in cuts)
     assert lost > 5 and sum(not width < planned for planned, width in cuts) > 5, cuts
+    assert seen == cuts, "what was verified"

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from vllm_crossspec.drafting.flashhead.kernels import CHUNK, TopTokens, join_chunks, keep_best
-from vllm_crossspec.drafting.noise import NoiseKeys, noise_of, request_of
+from vllm_crossspec.drafting.noise import NoiseKeys, coupled
 
 MAX_K = 32
 """Most candidates that are found one after the other."""
@@ -39,11 +39,10 @@ def _chunk_logits_kernel(
     inside = token < vocab_size
     x = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
     if idx_mapping_ptr is not None:
-        slot, temperature = request_of(row, idx_mapping_ptr, temperature_ptr, ROWS_PER_ENTRY)
-        if temperature != 0.0:
-            x = x / temperature + noise_of(token, inside, offsets_ptr, positions_ptr + row, seeds_ptr + slot, USE_FP64)
-        else:
-            x = x * sharpness
+        x = coupled(
+            x, token, inside, row, sharpness, offsets_ptr, idx_mapping_ptr, positions_ptr, temperature_ptr, seeds_ptr,
+            ROWS_PER_ENTRY, USE_FP64,
+        )  # fmt: skip
     keep_best(x, token, row * tl.num_programs(0) + tl.program_id(0), best_ptr, sums_ptr, K)
 
 

@@ -54,14 +54,14 @@ class NoiseKeys(NamedTuple):
 
 
 @triton.jit
-def request_of(row, idx_mapping_ptr, temperature_ptr, ROWS_PER_ENTRY: tl.constexpr):
+def _request(row, idx_mapping_ptr, temperature_ptr, ROWS_PER_ENTRY: tl.constexpr):
     """Slot and temperature (0 for padding) of a row's request."""
     slot = tl.load(idx_mapping_ptr + row // ROWS_PER_ENTRY).to(tl.int64)
     return slot, tl.load(temperature_ptr + slot, mask=slot >= 0, other=0.0).to(tl.float32)
 
 
 @triton.jit
-def noise_of(token, inside, offsets_ptr, position_ptr, seed_ptr, USE_FP64: tl.constexpr):
+def _noise_of(token, inside, offsets_ptr, position_ptr, seed_ptr, USE_FP64: tl.constexpr):
     """The target's Gumbel noise for draft ids of a request at a position, computed as in vLLM's sampler."""
     seed, position, key = tl.load(seed_ptr), tl.load(position_ptr), token
     if offsets_ptr is not None:
@@ -73,6 +73,20 @@ def noise_of(token, inside, offsets_ptr, position_ptr, seed_ptr, USE_FP64: tl.co
         u = murmur3_uniform32(seed, position, key)
         noise = -tl.log(-_log1p_neg_stable(u))
     return noise
+
+
+@triton.jit
+def coupled(
+    x, token, inside, row, sharpness, offsets_ptr, idx_mapping_ptr, positions_ptr, temperature_ptr, seeds_ptr,
+    ROWS_PER_ENTRY: tl.constexpr, USE_FP64: tl.constexpr,
+):  # fmt: skip
+    """Logits of a row: over the temperature plus the target's noise, or multiplied by ``sharpness`` without noise."""
+    slot, temperature = _request(row, idx_mapping_ptr, temperature_ptr, ROWS_PER_ENTRY)
+    if temperature != 0.0:
+        x = x / temperature + _noise_of(token, inside, offsets_ptr, positions_ptr + row, seeds_ptr + slot, USE_FP64)
+    else:
+        x = x * sharpness
+    return x
 
 
 @triton.jit
@@ -96,12 +110,10 @@ def _add_target_noise_kernel(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = token < vocab_size
     x = tl.load(logits_ptr + row * logits_stride + token, mask=inside, other=float("-inf")).to(tl.float32)
-    slot, temperature = request_of(row, idx_mapping_ptr, temperature_ptr, ROWS_PER_ENTRY)
-    if temperature != 0.0:
-        noise = noise_of(token, inside, offsets_ptr, positions_ptr + row, seeds_ptr + slot, USE_FP64)
-        x = x / temperature + noise
-    else:
-        x = x * sharpness
+    x = coupled(
+        x, token, inside, row, sharpness, offsets_ptr, idx_mapping_ptr, positions_ptr, temperature_ptr, seeds_ptr,
+        ROWS_PER_ENTRY, USE_FP64,
+    )  # fmt: skip
     tl.store(out_ptr + row * out_stride + token, x, mask=inside)
 
 
@@ -139,7 +151,7 @@ def _add_candidate_noise_kernel(
     BLOCK_P: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slot, temperature = request_of(row, idx_mapping_ptr, temperature_ptr, ROWS_PER_ENTRY)
+    slot, temperature = _request(row, idx_mapping_ptr, temperature_ptr, ROWS_PER_ENTRY)
     is_sampled = temperature != 0.0
     if is_sampled | (sharpness != 1.0):
         p = tl.program_id(1) * BLOCK_P + tl.arange(0, BLOCK_P)
@@ -149,7 +161,7 @@ def _add_candidate_noise_kernel(
         x = tl.load(scores_ptr + place, mask=inside, other=float("-inf"))
         token = tl.load(tokens_ptr + place, mask=inside, other=0).to(tl.int64)
         if is_sampled:  # -inf stays
-            noise = noise_of(token, inside, offsets_ptr, positions_ptr + row, seeds_ptr + slot, USE_FP64)
+            noise = _noise_of(token, inside, offsets_ptr, positions_ptr + row, seeds_ptr + slot, USE_FP64)
             x = x / temperature + noise
         else:
             x = x * sharpness
@@ -192,7 +204,7 @@ def _add_cluster_noise_kernel(
     BLOCK_M: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slot, temperature = request_of(row, idx_mapping_ptr, temperature_ptr, ROWS_PER_ENTRY)
+    slot, temperature = _request(row, idx_mapping_ptr, temperature_ptr, ROWS_PER_ENTRY)
     if temperature != 0.0:
         c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
         m = tl.arange(0, BLOCK_M)
@@ -200,7 +212,7 @@ def _add_cluster_noise_kernel(
         is_member = is_cluster[:, None] & (m < CLUSTER_SIZE)[None, :]
         place = c.to(tl.int64)[:, None] * CLUSTER_SIZE + m[None, :]
         token = tl.load(members_ptr + place, mask=is_member, other=0).to(tl.int64)
-        noise = noise_of(token, is_member, offsets_ptr, positions_ptr + row, seeds_ptr + slot, USE_FP64)
+        noise = _noise_of(token, is_member, offsets_ptr, positions_ptr + row, seeds_ptr + slot, USE_FP64)
         most = tl.max(tl.where(is_member, noise, float("-inf")), axis=1)
         score = tl.load(scores_ptr + row * num_clusters + c, mask=is_cluster, other=0.0)
         length = tl.load(lengths_ptr + c, mask=is_cluster, other=0.0)
