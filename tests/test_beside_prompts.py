@@ -7,6 +7,7 @@ from unittest import mock
 import engines
 import numpy as np
 import pytest
+import sabotage
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_crossspec.hooks.scheduler import OptOutScheduler, _as_scheduled, _take_in
@@ -226,6 +227,8 @@ def test_texts_are_plains_whatever_is_cut(spec, is_async, monkeypatch):
         assert engines.generate(llm, engines.prompts(16), temperature=0.8, seed=7) == plain[1]
         assert engines.mixed_answers(llm)[0] == mixed
         assert engines.counts(llm).accepted > 0
+        llm.collective_rpc(sabotage.shift_positions)
+        assert engines.generate(llm, engines.prompts(16)) != plain[0], "the control found nothing"
     lost = sum(0 < width < planned for planned, width in cuts)
     assert lost > 5 and sum(not width < planned for planned, width in cuts) > 5, cuts
     assert seen == cuts, "what was verified"
