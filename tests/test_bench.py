@@ -245,23 +245,28 @@ def test_shares_of_rounds_and_routes():
 # ---- whose turn it is
 
 
+TWO_KINDS = [Prompt(category=kind, turns=("a",), where=f"{kind} {i}") for kind in ("chat", "code") for i in (0, 1)]
+
+
 def test_methods_take_turns():
-    order = schedule(["plain", "a"], [1, 4], 2, stay_up=True, categories=["chat", "code"])
+    """At every prompt where these come one at a time, else at every category."""
+    order = schedule(["plain", "a"], [1, 4], 2, stay_up=True, prompts=lambda size: TWO_KINDS[: 3 if size == 1 else 4])
     timed = [one for one in order if one.is_timed]
-    turns = [(size, repeat, kind) for repeat in (0, 1) for size in (1, 4) for kind in ("chat", "code")]
+    prompts = {1: [("chat", 0), ("chat", 1), ("code", 0)], 4: [("chat", None), ("code", None)]}
+    turns = [(size, repeat, *prompt) for repeat in (0, 1) for size in (1, 4) for prompt in prompts[size]]
     assert timed == [Pass(method, *turn) for turn in turns for method in ("plain", "a")]
-    assert [one[:2] for one in order[16:]] == [("plain", 1), ("plain", 4), ("a", 1), ("a", 4)]
-    assert not any(one.is_timed for one in order[16:])
+    assert [one[:2] for one in order[20:]] == [("plain", 1), ("plain", 4), ("a", 1), ("a", 4)]
+    assert not any(one.is_timed for one in order[20:])
 
 
 def test_engines_that_are_started_anew_do_all_of_a_repeat_at_once():
-    order = schedule(["plain", "a"], [1, 4], 2, stay_up=False, categories=["chat", "code"])
+    order = schedule(["plain", "a"], [1, 4], 2, stay_up=False, prompts=lambda size: TWO_KINDS)
     assert [one.method for one in order] == ["plain"] * 2 + ["a"] * 2 + ["plain"] * 4 + ["a"] * 4
     assert [one.repeat for one in order] == [0, 0, 0, 0, 1, 1, None, None, 1, 1, None, None]
 
 
 def test_what_is_left_is_estimated_from_what_is_done():
-    plan = schedule(["plain", "a"], [1, 4], 2, stay_up=False, categories=["chat"])
+    plan = schedule(["plain", "a"], [1, 4], 2, stay_up=False, prompts=lambda size: TWO_KINDS)
     found = Measurement([], plan, str, lambda row, number: "")
     assert found.remaining(plan, 2) is None
     found.seconds[plan[0]], found.starts = 10.0, [3.0]
@@ -308,10 +313,13 @@ note("starts")
 emit("ready", seconds=1.0, versions={"vllm": "0"}, device="cpu")
 for order in map(json.loads, open(job["orders"])):
     note(json.dumps(order))
-    one = dict(token_ids=[1, 2], text="", num_target_calls=2, accepted_histogram=[])
     for group in job["groups"]:
         if group["category"] in order.get("categories", []):
-            emit("group", category=group["category"], seconds=0.5, generations=[one for _ in group["prompts"]])
+            number = order["number"]
+            answered = group["prompts"] if number is None else [group["prompts"][number]]
+            one = [dict(token_ids=[1, len(p["where"])], num_target_calls=2, accepted_histogram=[]) for p in answered]
+            counts = dict(seconds=0.5 * len(one), num_verified_tokens=len(one), routes={name: len(one)})
+            emit("group", category=group["category"], **counts, generations=one)
     emit("shares", shares=dict(target=0.5, draft=0.25, rest=0.25, seconds=0.001, rounds=3))
     emit("done")
 note("ends")
@@ -324,36 +332,40 @@ def test_engines_follow_the_plan(play, tmp_path, crossspec, monkeypatch, keep):
     monkeypatch.setenv("NOTES", str(tmp_path / "notes"))
     spec, out = spec_file(tmp_path, "a", who="a"), tmp_path / "out.json"
     how = "--keep-engines" if keep else "--restart-engines"
-    arguments = ["bench", "--model", "m", "--spec", spec, "--repeats", 2, "--batch-sizes", "2,1", how, "--json", out]
-    code, _, err = crossspec(*arguments, "--limit", 1)
+    arguments = ["bench", "--model", "m", "--spec", spec, "--repeats", 2, "--batch-sizes", "4,1", how, "--json", out]
+    code, _, err = crossspec(*arguments, "--limit", 2)
     assert code == 0
     prompts = map(json.loads, (POCKET / "prompts.jsonl").read_text().splitlines())
     kinds = list(dict.fromkeys(prompt["category"] for prompt in prompts))
 
-    def timed(size, chosen):
-        order = {"batch_size": size, "warm_up": kinds[0] in chosen, "waves": None, "categories": chosen}
-        return json.dumps(order)
+    def timed(size, chosen, number=None):
+        order = {"batch_size": size, "warm_up": kinds[0] in chosen and not number, "waves": None, "categories": chosen}
+        return json.dumps({**order, "number": number})
 
     shares = '{"batch_size": %d, "shares": true}'
     noted = (tmp_path / "notes").read_text().splitlines()
     if keep:
-        orders = [timed(size, [kind]) for _ in range(2) for size in (1, 2) for kind in kinds]
+        one_by_one = [timed(1, [kind], number) for kind in kinds for number in (0, 1)]
+        orders = [*one_by_one, *(timed(4, [kind]) for kind in kinds)] * 2
         turns = [f"{name} {order}" for order in orders for name in ("plain", "a")]
         turns[0:1] = ["plain starts", turns[0], "a starts"]
-        ends = [[f"{name} {shares % 1}", f"{name} {shares % 2}", f"{name} ends"] for name in ("plain", "a")]
+        ends = [[f"{name} {shares % 1}", f"{name} {shares % 4}", f"{name} ends"] for name in ("plain", "a")]
         assert noted == turns + ends[0] + ends[1]
     else:
-        for part, last in ((noted[:8], []), (noted[8:], [shares % 1, shares % 2])):
-            visits = [["starts", timed(1, kinds), timed(2, kinds), *last, "ends"]] * 2
+        for part, last in ((noted[:8], []), (noted[8:], [shares % 1, shares % 4])):
+            visits = [["starts", timed(1, kinds), timed(4, kinds), *last, "ends"]] * 2
             assert part == [f"{n} {what}" for n, visit in zip(("plain", "a"), visits, strict=True) for what in visit]
     document = json.loads(out.read_text())
     found = {(row["method"], row["batch_size"]): row for row in document["rows"] if row["category"] == "all"}
-    assert [*found] == [("plain", 1), ("a", 1), ("plain", 2), ("a", 2)]
-    assert all(row["repeats"] == 2 and row["round_shares"]["draft"] == 0.25 for row in found.values())
+    assert [*found] == [("plain", 1), ("a", 1), ("plain", 4), ("a", 4)]
+    for (name, _), row in found.items():
+        assert row["repeats"] == 2 and row["round_shares"]["draft"] == 0.25 and row["seconds"] == 4.0
+        assert row["num_prompts"] == row["num_verified_tokens"] == 8 and row["route_shares"] == {name: 1.0}
+        assert row["identical_to_plain"] is True
     assert document["meta"]["configs"] == {"plain": None, "a": {"who": "a"}}
     told = [line.partition(":")[0] for line in err.splitlines() if " tokens in " in line]
     assert len(told) == 8 and told[0] == "plain, batch size 1, repeat 1"
-    assert "a category has 1 prompt: so many of its requests run at a time, not 2" in err
+    assert "a category has 2 prompts: so many of its requests run at a time, not 4" in err
 
 
 # ---- the closed loop

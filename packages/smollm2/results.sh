@@ -6,12 +6,14 @@
 #   METHODS   of `crossspec smollm2 METHOD`, with commas
 #   NATIVE    vLLM's own methods beside them, of eagle3, dflash, draft_model, ngram; all where their drafter is there
 #   PARTS     of batch-1, batch-4, t0.7, t1, 1k, 4k (contexts of so many tokens); all of them by default
-#   REPEATS, TOKENS   turns of every method (3), and tokens of an answer (64)
+#   REPEATS, TOKENS   turns of every method (1), and tokens of an answer (64)
+#
+# All engines are up at a time, so that methods take turns at every prompt: 1.5 to 2 GiB each.
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")
 out=$1 prompts=${2:-$here/vllm_crossspec_smollm2/prompts.jsonl}
 methods=${METHODS:-eagle3,eagle3-tree,dart,suffix,whiflash-goodput}
-repeats=${REPEATS:-3} tokens=${TOKENS:-64} natives=,${NATIVE:-eagle3,dflash,draft_model,ngram},
+repeats=${REPEATS:-1} tokens=${TOKENS:-64} natives=,${NATIVE:-eagle3,dflash,draft_model,ngram},
 target=$(crossspec smollm2)
 mkdir -p "$out/specs"
 
@@ -36,7 +38,7 @@ native draft_model 4 "$target/draft-model"
 bench() { # PART [OPTION...]
     local part=$1
     shift
-    crossspec bench --model "$target" "${specs[@]}" --dtype float32 --max-tokens "$tokens" --repeats "$repeats" \
+    crossspec bench --model "$target" "${specs[@]}" --dtype float32 --max-tokens "$tokens" --repeats "$repeats" --keep-engines \
         --json "$out/$part.json" --markdown "$out/$part.md" "$@"
 }
 long() { # TOKENS: questions about this project's documents, in prompts of about so many tokens

@@ -58,7 +58,7 @@ KeepEngines = Annotated[
     bool | None,
     Option(
         "--keep-engines/--restart-engines",
-        help="Between repeats. Default: keep them where memory is enough for all at once.",
+        help="While others have their turn. Default: keep them with --repeats, if memory is enough for all at once.",
     ),
 ]
 
@@ -103,9 +103,10 @@ def bench(
 ) -> None:
     """Compare speculative configs on any model and prompts, side by side in one run.
 
-    All configs are checked before the first engine starts. Each method has an engine of its own; with --repeats
-    they take turns at every category, plain first, so that what slows the machine down for a while slows all of
-    them down. If one fails, the rows of what is done are printed and written all the same.
+    All configs are checked before the first engine starts. Each method has an engine of its own. Where these stay up
+    they take turns, plain first, at every category, and with one request at a time at every prompt: what slows the
+    machine down for a while slows all of them down. If one fails, the rows of what is done are printed and written
+    all the same.
 
     A batch size is the most requests at a time: an answer makes room for the next prompt. A row with several turns is
     asked one turn at a time, and each turn counts as a prompt. Prompts of a category are answered together, the
@@ -156,7 +157,7 @@ def bench(
         notes.append(
             f"a category has {counted(fewest, 'prompt')}: so many of its requests run at a time, not {max(sizes)}"
         )
-    stay_up = False  # there is no "between" of one repeat
+    stay_up = bool(keep_engines)
     if repeats > 1:
         stay_up, memory = fits(jobs) if keep_engines is None else (keep_engines, "")
         if memory and not stay_up:
@@ -175,7 +176,7 @@ def bench(
         "notes": notes,
         "engines": "one a method, kept" if stay_up else "started for every repeat",
     }
-    plan = schedule(list(configs), sizes, repeats, stay_up, list(groups))
+    plan = schedule(list(configs), sizes, repeats, stay_up, jobs[0].at)
     found = report.measure(Measurement(jobs, plan, describe, outcome, stay_up), about, files)
     if require_same:
         require_identical(found)

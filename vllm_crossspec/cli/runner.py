@@ -89,7 +89,7 @@ def check(jobs: Sequence[Job]) -> None:
 
 
 class Pass(NamedTuple):
-    """One time that a method answers prompts, of one category or (None) of all.
+    """One time that a method answers prompts, of one category or (None) of all; a ``number`` is the only one of them.
 
     With a ``repeat`` of None what of its rounds is whose is measured.
     """
@@ -98,21 +98,38 @@ class Pass(NamedTuple):
     batch_size: int
     repeat: int | None
     category: str | None = None
+    number: int | None = None
 
     @property
     def is_timed(self) -> bool:
         return self.repeat is not None
 
+    @property
+    def run(self) -> "Pass":
+        """Of the whole repeat."""
+        return Pass(self.method, self.batch_size, self.repeat)
+
 
 def schedule(
-    methods: Sequence[str], batch_sizes: Sequence[int], repeats: int, stay_up: bool, categories: Sequence[str]
+    methods: Sequence[str],
+    batch_sizes: Sequence[int],
+    repeats: int,
+    stay_up: bool,
+    prompts: Callable[[int], list[Prompt]],
 ) -> list[Pass]:
     """All passes in their order: methods take turns, so that what slows the machine down for a while hits all alike.
 
-    Engines that stay up take turns at every category of prompts; others are visited once a repeat, and run all sizes.
+    Engines that stay up take turns at every prompt if these come one at a time, else at every category; others are
+    visited once a repeat, and run all sizes. ``prompts`` are those of a batch size.
     """
     if stay_up:
-        turns = [(size, repeat, one) for repeat in range(repeats) for size in batch_sizes for one in categories]
+        turns = [
+            (size, repeat, category, number)
+            for repeat in range(repeats)
+            for size in batch_sizes
+            for category, group in by_category(prompts(size)).items()
+            for number in (range(len(group)) if size == 1 else [None])
+        ]
         timed = [Pass(m, *turn) for turn in turns for m in methods]
         return timed + [Pass(m, size, None) for m in methods for size in batch_sizes]
     found = []
@@ -157,12 +174,12 @@ class Measurement:
 
     @property
     def runs(self) -> list[Run]:
-        """Runs whose categories are all done: by batch size, then in the jobs' order, then by repeat."""
-        methods = list(self.jobs)
+        """Runs whose passes are all done: by batch size, then in the jobs' order, then by repeat."""
+        methods, pending = list(self.jobs), {one.run for one in self.plan if one not in self.seconds}
         found = [
             Run(method=method, environment=self._environment, groups=groups, batch_size=batch_size, repeat=repeat or 0)
-            for (method, batch_size, repeat, _), groups in self._groups.items()
-            if len(groups) == len(by_category(self.jobs[method].prompts))
+            for (method, batch_size, repeat, *_), groups in self._groups.items()
+            if Pass(method, batch_size, repeat) not in pending
         ]
         return sorted(found, key=lambda run: (run.batch_size, methods.index(run.method), run.repeat))
 
@@ -206,6 +223,7 @@ class Measurement:
                 left = self.remaining(passes[number:], len(starts if self._stay_up else changes))
                 about = "" if left is None else f", about {clock(left)} left"
                 asked = [p for p in job.at(one.batch_size) if one.category in (None, p.category)]
+                asked = asked if one.number is None else [asked[one.number]]
                 progress.reset(
                     task,
                     total=sum(len(prompt.turns) for prompt in asked) * job.sampling["max_tokens"],
@@ -222,7 +240,7 @@ class Measurement:
                     self.seconds[one] = perf_counter() - begun
                     self._environment = engines[one.method][0].about
                     if one.is_timed:
-                        self._groups.setdefault(one._replace(category=None), {}).update(groups)
+                        _add(self._groups.setdefault(one.run, {}), groups)
                     for line in self._new_lines():
                         progress.console.print(line, highlight=False, soft_wrap=True)
                 if one.method not in later or (not self._stay_up and later[0] != one.method):
@@ -236,7 +254,8 @@ class Measurement:
         every = list(by_category(job.prompts))
         categories = every if one.category is None else [one.category]
         # A warm-up comes before the first prompts.
-        timed = {"warm_up": job.warm_up and categories[0] == every[0], "waves": job.waves, "categories": categories}
+        warm_up = job.warm_up and categories[0] == every[0] and not one.number
+        timed = {"warm_up": warm_up, "waves": job.waves, "categories": categories, "number": one.number}
         for event in engine.follow(batch_size=one.batch_size, **(timed if one.is_timed else {"shares": True})):
             if event["event"] == "progress":
                 advance(event["num_tokens"])
@@ -272,6 +291,15 @@ class Measurement:
             return statistics.fmean(its_own or [s for _, s in of_its_size or known])
 
         return sum(map(expected, passes)) + num_starts * statistics.fmean(self.starts)
+
+
+def _add(groups: dict[str, Any], more: Mapping[str, Any]) -> None:
+    """Add what a pass did; several passes of a category come in the order of its prompts."""
+    for category, event in more.items():
+        if (known := groups.setdefault(category, event)) is not event:
+            for key in ("seconds", "num_verified_tokens", "generations"):
+                known[key] += event[key]
+            known["routes"] = {name: known["routes"].get(name, 0) + count for name, count in event["routes"].items()}
 
 
 def clock(seconds: float) -> str:

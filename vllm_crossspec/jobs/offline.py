@@ -89,10 +89,11 @@ class Measured:
     """An engine that answers the job's prompts as it is ordered to.
 
     An order has ``batch_size``, the most requests at a time. With ``warm_up`` it first answers some prompts that do not
-    count. ``waves`` bounds each category's prompts to so many times the batch size, ``categories`` chooses some. With
-    ``shares`` the parts of a round are measured, over some of the prompts. An order of ``costs`` tells what rounds
-    cost, as timed at the start. An order to ``show`` tells the first prompt's answer step by step. Raises ValueError: a
-    prompt is too long for the model.
+    count. ``waves`` bounds each category's prompts to so many times the batch size, ``categories`` chooses some, and
+    ``number`` one prompt of each. With ``shares`` the parts of a round are measured, over some of the prompts.
+
+    An order of ``costs`` tells what rounds cost, as timed at the start. An order to ``show`` tells the first prompt's
+    answer step by step. Raises ValueError: a prompt is too long for the model.
     """
 
     def __init__(self, llm: Any, job: dict[str, Any], emit: Emit):
@@ -126,7 +127,7 @@ class Measured:
                 continue
             before, routes = _device_rows(self._llm), _routes(self._llm)
             started = time.perf_counter()
-            generations = self._answer(group["prompts"][:most], batch_size, group["category"])
+            generations = self._answer(group["prompts"][:most], batch_size, group["category"], order.get("number"))
             seconds = time.perf_counter() - started
             self._emit(
                 "group",
@@ -165,8 +166,14 @@ class Measured:
         first = [{**row, "turns": row["turns"][:1]} for row in self._some(batch_size)]
         answer(self._llm, self._conversations(first), short, batch_size)
 
-    def _answer(self, rows: list[dict[str, Any]], batch_size: int, category: str | None = None) -> list[Generation]:
+    def _answer(
+        self, rows: list[dict[str, Any]], batch_size: int, category: str | None = None, number: int | None = None
+    ) -> list[Generation]:
         sampling = dict(self._job["sampling"])
+        if number is not None:
+            rows = [rows[number]]
+            if "seed" in sampling:  # a prompt's own, whatever is answered beside it
+                sampling["seed"] += number
         if category in self._categories:  # the engine's router has thresholds of it
             sampling["extra_args"] = {CATEGORY: category}
         conversations = self._conversations(rows)
