@@ -148,6 +148,13 @@ def random_dflash(folder: Path, target_folder: Path, layers: tuple[int, ...] = (
     return _write(folder, config, _tensors(shapes, 1))
 
 
+def as_jetspec(folder: Path, dflash: Path) -> Path:
+    """A DFlash drafter's weights as a JetSpec drafter, whose block is causal."""
+    config = json.loads((dflash / "config.json").read_text())
+    config["dflash_config"] = config["dflash_config"] | {"causal_head": True}
+    return _write(folder, config, load_file(dflash / "model.safetensors"))
+
+
 def random_draft_model(folder: Path, target_folder: Path) -> Path:
     """A random language model of two layers with a target's vocabulary, as Qwen3's are saved."""
     target = json.loads((target_folder / "config.json").read_text())

@@ -146,10 +146,11 @@ WRONG = [
         "DFlashLagunaForCausalLM", "TreeFlashDraftModel", "PEagleDraftModel",
     )),
     *(("dflash", {"dflash_config": DFLASH_CONFIG | {name: value}}, NOT_DFLASH) for name, value in {
-        "causal_head": True, "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256,
+        "conv_kernel_size": 2, "conv_group_size": 16, "selector_rank": 256,
         "selector_top_k": 16, "lilicorr_candidate_topk": 8, "projector_type": "dspark", "markov_rank": 256,
         "target_hidden_size": 64, "anything": None, "sample_from_anchor": True, "use_aux_hidden_state": False,
     }.items()),
+    ("dflash", {"dflash_config": DFLASH_CONFIG | {"causal_head": True}}, 'a JetSpec drafter; give "jetspec" where'),
     ("dflash", {"treeflash_config": {"candidate_tokens": 16}}, NOT_DFLASH),
     ("dflash", {"markov_rank": 256}, NOT_DFLASH),
     ("dflash", {"sample_from_anchor": True}, NOT_DFLASH),
@@ -185,6 +186,21 @@ OTHERS = [
 def test_kinds_refuse_each_other(kind, other, sentence, request):
     with pytest.raises(ValueError, match=sentence):
         check(kind, request.getfixturevalue(other))
+
+
+def test_a_jetspec_checkpoint_is_read(dflash, tmp_path):
+    """DFlash's facts, and vLLM is told that the block is causal; a DFlash drafter is none."""
+    folder = checkpoints.as_jetspec(tmp_path / "jetspec", dflash)
+    found = check("jetspec", folder)
+    assert found._replace(overrides={}) == check("dflash", dflash)._replace(overrides={})
+    assert found.overrides == {"is_causal": 1}
+    with pytest.raises(ValueError, match=r"no dflash_config.causal_head that is true: it is no JetSpec drafter"):
+        check("jetspec", dflash)
+    with pytest.raises(
+        ValueError, match=r"has dflash_config.target_hidden_size, so that this drafter drafts in another"
+    ):
+        edit(folder, dflash_config=DFLASH_CONFIG | {"causal_head": True, "target_hidden_size": 9})
+        check("jetspec", folder)
 
 
 def test_a_dart_checkpoint_is_read(dart):

@@ -205,7 +205,9 @@ def test_every_features_name_is_looked_for():
 NAMED_KINDS = {
     # Modules outside drafters/ that may say a kind's name: none decides by it, and why each has it.
     # The registry of those that this project brings.
-    "kinds/drafter.py": ("eagle3", "dflash", "dart", "confu", "draft_model", "flashhead", "ngram", "suffix", "nothing"),
+    "kinds/drafter.py": (
+        *("eagle3", "dflash", "jetspec", "dart", "confu", "draft_model", "flashhead", "ngram", "suffix", "nothing"),
+    ),
     "config/parse.py": ("ngram",),  # the key of n-gram stores
     "config/schema.py": ("flashhead",),  # the head of this name
     "vllm_api/speculative.py": ("dflash", "eagle3", "draft_model"),  # methods of vLLM's, the most room first

@@ -35,8 +35,10 @@ from crossspec_tools.train.recipes import (
     DFlashConfig,
     DraftModelConfig,
     Eagle3Config,
+    JetSpecConfig,
     LoopConfig,
 )
+from crossspec_tools.train.states import States
 
 
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
@@ -200,6 +202,27 @@ def test_a_dflash_run_with_another_decay_is_another_run(tmp_path, responses, tar
     train_dflash(responses, target_folder, tmp_path, DFLASH, LoopConfig(steps=1))
     with pytest.raises(ValueError, match="of a run with other decay"):
         train_dflash(responses, target_folder, tmp_path, replace(DFLASH, decay=7.0), LoopConfig(steps=2))
+
+
+def test_jetspec_trains_causal_blocks_in_its_authors_format(tmp_path, responses, target_folder):
+    """From a DFlash drafter's weights, too. The control: DFlash's masks see how long their block is."""
+    recipe = {f.name: getattr(DFLASH, f.name) for f in fields(DFLASH)}
+    train_dflash(responses, target_folder, tmp_path / "dflash", DFLASH, LoopConfig(steps=1))
+    start = str(tmp_path / "dflash" / "model")
+    config = JetSpecConfig(**recipe | {"start": start})
+    train_dflash(responses, target_folder, tmp_path / "jetspec", config, LoopConfig(steps=2))
+    saved = json.loads((tmp_path / "jetspec" / "model" / "config.json").read_text())
+    assert saved["dflash_config"]["causal_head"] is True and saved["architectures"] == ["DFlashDraftModel"]
+    assert json.loads((Path(start) / "config.json").read_text())["dflash_config"].keys().isdisjoint({"causal_head"})
+
+    target = frozen_target(target_folder, [2, 4])
+    states = States(torch.randn(1, 12, DFLASH.num_target_layers * HIDDEN), torch.randn(1, 12, HIDDEN))
+    given = (states, torch.arange(12)[None] + 4, target.embedding, torch.tensor([[3, 7]]))
+    for kind, is_causal in ((config, True), (DFLASH, False)):
+        short, long = (
+            dflash.DFlashDrafter(replace(kind, block_size=size), target.config, 3, seed=0)(*given) for size in (4, 6)
+        )
+        assert torch.allclose(short, long[:, :, :3], atol=1e-5) is is_causal
 
 
 def test_dflash_masks_with_the_token_that_is_named(tmp_path, responses, target_folder):

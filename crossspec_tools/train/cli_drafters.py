@@ -132,6 +132,7 @@ EAGLE3 = Trainer(recipes.Eagle3Config, 3000, 2e-3, _eagle3_settings)
 DFLASH = Trainer(
     recipes.DFlashConfig, 3000, 2e-3, _dflash_settings, served=lambda config: chain_of(config.block_size - 1)
 )
+JETSPEC = DFLASH._replace(config=recipes.JetSpecConfig)
 DART = Trainer(
     recipes.DartConfig,
     2200,
@@ -144,5 +145,12 @@ CONFU = Trainer(recipes.ConfuConfig, 1500, 2e-3, _confu_settings, papers=recipes
 DRAFT_MODEL = Trainer(
     recipes.DraftModelConfig, 4000, 3e-3, made="draft model", served=lambda config: chain_of(config.num_drafts)
 )
-TRAINERS = {"eagle3": EAGLE3, "dflash": DFLASH, "dart": DART, "confu": CONFU, "draft_model": DRAFT_MODEL}
+TRAINERS = {
+    "eagle3": EAGLE3,
+    "dflash": DFLASH,
+    "jetspec": JETSPEC,
+    "dart": DART,
+    "confu": CONFU,
+    "draft_model": DRAFT_MODEL,
+}
 """By kind of drafter, in the order of the registry."""

@@ -7,6 +7,8 @@ before the block come from the target's features: the residual stream after some
 ``hidden_norm``. The block is the token that the target has just emitted at position a (the anchor), then masks at
 a + 1, a + 2, ... Its tokens see one another in both directions and the context before a. The output at a mask is the
 draft of its own position. Embedding and head are the target's.
+
+JetSpec's blocks are causal: a token sees those before it only. All else is the same.
 """
 
 from pathlib import Path
@@ -26,6 +28,7 @@ from crossspec_tools.train.losses import block_loss, drafted_places
 from crossspec_tools.train.recipes import DFlashConfig, LoopConfig
 from crossspec_tools.train.start import Start, check_names, load_start, read_drafter
 from crossspec_tools.train.states import FrozenTarget, States, target_settings
+from vllm_crossspec.kinds.checkpoint import read_config
 
 
 class _Layer(nn.Module):
@@ -55,7 +58,7 @@ class DFlashDrafter(Drafter):
 
     def __init__(self, config: DFlashConfig, target: Any, mask_id: int, seed: int):
         super().__init__(config.intermediate_size, target)
-        self.block_size, self.mask_id = config.block_size, mask_id
+        self.block_size, self.mask_id, self.is_causal = config.block_size, mask_id, config.kind == "jetspec"
         hidden, eps = self.shape.hidden, self.shape.eps
         self.fc = nn.Linear(config.num_target_layers * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, eps)
@@ -87,6 +90,7 @@ class DFlashDrafter(Drafter):
                 attention.keys_values(context, places, self.theta),
                 anchors,
                 attention.keys_values(normed, positions, self.theta),
+                is_causal=self.is_causal,
             )
             x = x + attention.o_proj(seen)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
@@ -114,12 +118,13 @@ def dflash_loss(
 def checkpoint(
     model: DFlashDrafter, config: DFlashConfig, target: Any
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Configuration and tensors in z-lab's format, which vLLM's own ``dflash`` method reads."""
+    """Configuration and tensors in z-lab's format, which vLLM's own ``dflash`` method reads; JetSpec's has one more."""
     layers = target_layer_ids(target.num_hidden_layers, config.num_target_layers)
+    causal = {"causal_head": True} if model.is_causal else {}
     own = {
         "attention_dropout": 0.0,
         "block_size": config.block_size,
-        "dflash_config": {"mask_token_id": model.mask_id, "target_layer_ids": layers},
+        "dflash_config": {"mask_token_id": model.mask_id, "target_layer_ids": layers, **causal},
         "dtype": "bfloat16",
         "layer_types": ["full_attention"] * config.num_layers,
         "max_window_layers": config.num_layers,
@@ -141,7 +146,10 @@ def drafts(model: DFlashDrafter, target: FrozenTarget, batch: Batch, anchors: to
 def read_start(config: DFlashConfig, target: Any, mask_id: int) -> Start:
     """Read the drafter in ``config.start``. Raises ValueError: not a DFlash drafter of this target and shape."""
     made = "a DFlash drafter that `crossspec train dflash` made"
-    start = read_drafter(Path(config.start), target, "dflash", made)
+    folder = Path(config.start)
+    found = read_config(str(folder.resolve()), "--start").get("dflash_config") if folder.is_dir() else None
+    kind = "jetspec" if isinstance(found, dict) and found.get("causal_head") else "dflash"
+    start = read_drafter(folder, target, kind, made)
     sliding = sorted(set(start.settings.get("layer_types") or ()) - {"full_attention"})
     if sliding:
         raise ValueError(f"{start.name} has layers of {sliding[0]}; {start.remedy}")
@@ -200,7 +208,7 @@ def train_dflash(
     target = open_target(run, taps, place)
     model.to(place)
     trainee = Trainee(
-        "dflash",
+        config.kind,
         model,
         loss=lambda batch, generator: dflash_loss(model, target, batch, config, generator),
         draft=lambda batch, anchors: drafts(model, target, batch, anchors),

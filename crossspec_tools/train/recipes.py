@@ -7,7 +7,7 @@ here, so that ``--help`` is quick.
 import math
 from collections import namedtuple
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_args, get_type_hints
 
 from typer import Option
 from typer.models import OptionInfo
@@ -207,6 +207,20 @@ class DFlashConfig(Recipe):
     ] = "<|mask|>"
     decay: Annotated[float, Option(min=0.1, help="Draft i weighs exp(-(i - 1) / decay) in the loss.")] = 4.0
     anchors_per_row: Annotated[int, Option("--anchors", min=1, help="Blocks of one response in one step.")] = 24
+
+    kind: ClassVar[str] = "dflash"
+
+
+@dataclass(frozen=True, kw_only=True)
+class JetSpecConfig(DFlashConfig):
+    """Train a JetSpec drafter (DFlash with causal blocks, hao-ai-lab's format); the defaults are the pocket DFlash's.
+
+    `--start` takes a DFlash drafter, too, whose blocks become causal.
+
+    Prints and stores (`acceptance.json`) the tokens a round on the held-out responses, of its first choices alone.
+    """
+
+    kind: ClassVar[str] = "jetspec"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,8 @@ from typing import NamedTuple
 import engines
 import pytest
 import torch
-from reference import compare, fvliang, models, recorder, safeailab, target, zlab
+from checkpoints import as_jetspec
+from reference import compare, fvliang, haoai, models, recorder, safeailab, target, zlab
 from transformers import AutoTokenizer
 
 pytestmark = pytest.mark.e2e
@@ -85,11 +86,12 @@ def smollm2():
 def traces(name, method, whose="ours"):
     """What one engine generated and drafted, by sampling; drafts are greedy for sampled requests, too."""
     one = case(name)
+    folder = jetspec_folder(name) if method == "jetspec" else getattr(one.models, method)
     spec = {
-        "ours": engines.ours(method, getattr(one.models, method)) | {"draft_sample_method": "greedy"},
+        "ours": engines.ours(method, folder) | {"draft_sample_method": "greedy"},
         # With the same sampler behind them sampled texts, and so the rounds, are native's.
-        "ours, rejection": engines.ours(method, getattr(one.models, method)) | {"verification": "rejection"},
-        "native": engines.native(method, getattr(one.models, method)),
+        "ours, rejection": engines.ours(method, folder) | {"verification": "rejection"},
+        "native": engines.native(method, folder),
     }[whose]
     spec["num_speculative_tokens"] = one.num_draft_tokens
     with engines.engine(spec, model=one.models.target, skip_tokenizer_init=True) as llm:
@@ -134,6 +136,24 @@ def dflash_agreement(name, how, break_it: Callable = lambda model: None):
         drafted = zlab.drafts(source, model, hf_target(name), trace.tokens, trace.num_prompt_tokens, block)
         total += compare.compare(trace.drafts, drafted)
     return report(f"DFlash {name} {how}", total)
+
+
+@functools.cache
+def jetspec_folder(name):
+    return as_jetspec(Path(scratch().name) / f"{name}-jetspec", case(name).models.dflash)
+
+
+def jetspec_agreement(name, how, break_it: Callable = lambda model: None):
+    """Our JetSpec beside hao-ai-lab's, with the DFlash drafters' weights; the last argument spoils the reference."""
+    one, hf = case(name), hf_target(name)
+    model = haoai.load(checkout(haoai), jetspec_folder(name))
+    break_it(model)
+    layers, total = tuple(layer + 1 for layer in model.target_layer_ids), compare.Agreement()
+    for trace in traces(name, "jetspec")[how]:
+        states, starts = target.states(hf, trace.tokens, layers), sorted(trace.drafts)
+        drafted = haoai.drafts(model, hf, states, trace.tokens, starts, one.num_draft_tokens)
+        total += compare.compare(trace.drafts, drafted)
+    return report(f"JetSpec {name} {how}", total)
 
 
 def dart_agreement(name, how, break_it: Callable = lambda model: None, shift=0, roll=0):
@@ -188,6 +208,27 @@ def test_dflash_drafts_as_zlab(name, how):
 def test_dart_drafts_as_fvliang(name, how):
     checkout(fvliang)
     check(dart_agreement(name, how), name, how)
+
+
+@pytest.mark.parametrize("how", SAMPLINGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_jetspec_drafts_as_haoai(name, how):
+    checkout(haoai)
+    agreement = jetspec_agreement(name, how)
+    # Weights that were not trained for it: little is accepted.
+    assert agreement.is_full and len(agreement.ties) <= 0.01 * agreement.rounds > 0.5, agreement
+
+
+def see_the_whole_block(model):
+    """JetSpec: as vLLM runs such a checkpoint."""
+    for layer in model.layers:
+        layer.self_attn.is_causal = False
+
+
+@pytest.mark.parametrize("break_it", [see_the_whole_block])
+def test_a_spoilt_jetspec_reference_is_seen(break_it):
+    agreement = jetspec_agreement("wide", "greedy", break_it)
+    assert agreement.equal_rounds < 0.5 * agreement.rounds
 
 
 @pytest.mark.parametrize("method", ["eagle3", "dflash"])

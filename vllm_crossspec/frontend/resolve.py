@@ -143,7 +143,8 @@ def resolve_tree(drafter: DrafterConfig) -> TreeConfig:
         given.setdefault("depth", drafter.num_speculative_tokens)
     if drafter.ngram is not None:
         given.setdefault("top_k", kind.defaults.get("top_k", NGRAM_TOP_K))
-    tree = drafter.tree.model_copy(update={**kind.defaults, **given})
+    own = drafter.traits.tree_defaults if drafter.tree.type == drafter.traits.tree else {}
+    tree = drafter.tree.model_copy(update={**kind.defaults, **own, **given})
     if tree.top_k is None:  # the likeliest prefixes can all end at one position
         most = 255 if drafter.head is None else MAX_TOP_K
         tree = tree.model_copy(update={"top_k": min(tree.num_nodes or most, most)})

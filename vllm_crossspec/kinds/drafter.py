@@ -25,6 +25,7 @@ class DrafterKind(NamedTuple):
         reads_next_token: its KV entry for token t also depends on token t + 1, so the last entry of a cached prefix may
             be wrong.
         tree: the builder of trees (``kinds.tree``) that this drafter's candidates are for.
+        tree_defaults: settings of that tree whose values stand where the user gives none, in the place of the tree's.
         supplies: what it can yield beside first choices; other builders that need no more suit it, too.
         drafts_trees: whether its drafts are trees where the user says nothing of their shape.
         is_autoregressive: whether each of its tokens sees the ones before it; routers number such drafters first.
@@ -59,6 +60,7 @@ class DrafterKind(NamedTuple):
     reads_target_slots: bool = False
     reads_next_token: bool = False
     tree: str = "chain"
+    tree_defaults: Mapping[str, int] = MappingProxyType({})
     supplies: Supply = "tokens"
     drafts_trees: bool = False
     is_autoregressive: bool = True
@@ -79,7 +81,7 @@ class DrafterKind(NamedTuple):
     vllm_needs: str = ""
 
 
-_NAMES = ("eagle3", "dflash", "dart", "confu", "draft_model", "flashhead", "ngram", "suffix", "nothing")
+_NAMES = ("eagle3", "dflash", "jetspec", "dart", "confu", "draft_model", "flashhead", "ngram", "suffix", "nothing")
 _OWN = {name: f"vllm_crossspec.drafters.{name}:KIND" for name in _NAMES}
 REGISTRY = Registry(GROUP, "drafter", DrafterKind, _OWN)
 drafter_kind, drafter_kinds = REGISTRY.find, REGISTRY.names

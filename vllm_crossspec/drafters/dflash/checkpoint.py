@@ -18,7 +18,7 @@ _ARCHITECTURES = ("DFlashDraftModel", "MuseGlimmerAssistantModel", "DFlashMuseGl
 _OF_SPECULATORS = ("DFlashDraftModel", "DFlashSpeculator")
 _KNOWN = (
     "mask_token_id", "target_layer_ids", "block_size", "causal", "use_swa", "swa_window_size", "attention_sink_bias",
-    "attention_value_scale", "use_aux_hidden_state", "sample_from_anchor",
+    "attention_value_scale", "use_aux_hidden_state", "sample_from_anchor", "causal_head",
 )  # fmt: skip
 """Fields of ``dflash_config`` that vLLM's model reads. Another field belongs to a drafter derived from DFlash."""
 _OF_OTHER_KINDS = ("treeflash_config", "markov_rank", "selector_rank", "conv_kernel_size", "draft_length")
@@ -70,6 +70,11 @@ def _check_kind(config: dict[str, Any], key: str) -> None:
         if name not in (_OF_SPECULATORS if of_speculators else _ARCHITECTURES):
             raise ValueError(f"{key}: config.json describes {name}, not a DFlash drafter that is known")
     inner = dflash if isinstance(dflash, dict) else {}
+    if inner.get("causal_head"):
+        raise ValueError(
+            f"{key}: config.json has dflash_config.causal_head, so that this is a JetSpec drafter; give "
+            '"jetspec" where "dflash" is'
+        )
     foreign = [f"dflash_config.{name}" for name in inner if name not in _KNOWN]
     foreign += [name for name in _OF_OTHER_KINDS if name in config]
     for part, where in ((config, ""), (inner, "dflash_config.")):

@@ -48,7 +48,8 @@ class DFlashProposer(HeadSampling, DFlashSpeculator):
         # buffer for whole trees would take hundreds of MiB.
         self._aux_staging = None
         trained = getattr(self.draft_model_config.hf_config, "block_size", self.num_query_per_req)
-        warn_of_other_blocks(name, drafted=self.num_query_per_req, trained=trained)
+        if self.requires_non_causal:  # a causal block's rows do not see how long it is
+            warn_of_other_blocks(name, drafted=self.num_query_per_req, trained=trained)
 
     def load_draft_model(self, target_model: nn.Module, target_attn_layer_names: set[str]) -> nn.Module:
         """Load the model under its own layer prefix, with attention that need not be causal."""
