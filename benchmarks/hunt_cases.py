@@ -2,7 +2,8 @@
 
 A case is a JSON object: `spec` (a speculative config), `engine` (vLLM's arguments), `requests` (prompt, sampling
 parameters, the step `at` which each arrives, after how many tokens it is aborted), and `widths` (whether draft lengths
-by load are measured at the start). Paths in it begin with "pocket/".
+by load are measured at the start). Paths in it begin with "pocket/". With a joint budget every round drafts, and any
+number of its rows is verified, because little pays on the machines where hunts run.
 """
 
 import contextlib
@@ -36,6 +37,8 @@ NEURAL = 0.1
 """Of the cases: a trained router is of two drafters, which would seldom be drawn together."""
 SHARES_ROWS = 0.4
 """Of the cases whose trees could have a joint budget."""
+LATE = 0.5
+"""Of the routers that can go by the round before."""
 ENGINE: Mapping[str, Any] = MappingProxyType({
     "dtype": "float32", "max_model_len": 512, "max_num_seqs": 8, "max_num_batched_tokens": 512, "block_size": 32,
     "enable_prefix_caching": True, "async_scheduling": False,
@@ -75,14 +78,35 @@ def draw(seed: int, number: int, count: int) -> Case:
     engine, widths = _draw_engine(rng, spec), rng.random() < 0.1
     if _could_share_rows(spec) and random.Random(f"{seed}/{number}/budget").random() < SHARES_ROWS:
         spec["tree"]["budget"], widths = "batch", True
+    if spec.get("router", {}).get("policy") == "goodput" and random.Random(f"{seed}/{number}/wait").random() < LATE:
+        spec["router"]["wait"] = False
     return {"spec": spec, "engine": engine, "widths": widths, "requests": _draw_requests(rng, count)}
 
 
 def _could_share_rows(spec: dict[str, Any]) -> bool:
     tree = spec.get("tree", {"type": "chain"})
-    return (
-        tree.get("type") != "chain" and spec["method"] != "confu" and not {"by_batch_size", "adaptive"} & {*tree, *spec}
-    )
+    return tree.get("type") != "chain" and spec["method"] != "confu" and "by_batch_size" not in tree
+
+
+@contextlib.contextmanager
+def any_rows(seed: int = 0) -> Iterator[None]:
+    """With a joint budget every round drafts, and any number of the step's rows is verified: none and all as often.
+
+    The scheduler runs in this process, and so must the worker.
+    """
+    from vllm_crossspec.budget import feature
+    from vllm_crossspec.load.schedule import LiveSchedule
+
+    rng = random.Random(seed)
+
+    def widest(schedule: Any, batch: int) -> int:
+        return int(max(schedule.rounds))
+
+    def rows(plan: Any, worth: Any, costs: Any, most: int) -> int:
+        return rng.choice([0, most, rng.randint(0, most), rng.randint(0, most)])
+
+    with mock.patch.object(LiveSchedule, "__getitem__", widest), mock.patch.object(feature, "best_rows", rows):
+        yield
 
 
 def _draw_neural(rng: random.Random) -> dict[str, Any]:
@@ -216,6 +240,7 @@ def features(case: Case) -> list[str]:
         found |= {"by load"} if "by_batch_size" in own.get("tree", {}) else set()
         found |= {"budget"} if "budget" in own.get("tree", {}) else set()
     found |= {f"router {spec['router']['policy']}"} if "router" in spec else set()
+    found |= {"a round late"} if not spec.get("router", {}).get("wait", True) else set()
     found |= {"few blocks"} if "num_gpu_blocks_override" in engine else set()
     found |= {"async"} if engine.get("async_scheduling") else set()
     found |= {"prefix cache"} if engine.get("enable_prefix_caching", True) else set()
@@ -310,8 +335,10 @@ def engine(case: Case | None, **over: Any) -> Iterator[Any]:
     if case and not case["widths"]:
         environment["CROSSSPEC_FIXED_WIDTHS"] = "1"
     spec = placed(case["spec"]) if case else None
+    has_budget = case is not None and "budget" in case["spec"].get("tree", {})
     with (
         mock.patch.dict(os.environ, environment),
+        any_rows() if has_budget else contextlib.nullcontext(),
         async_scheduling_on_cpu(),
         engine_here(POCKET / "target", spec, **settings) as llm,
     ):

@@ -37,6 +37,8 @@ BLOCK = 16
 MAX_TRIES = 60
 """Engines that shrinking a case may start."""
 LOGPROBS = 20
+KNOWN = 300
+"""Cases that are looked at for what cases can have."""
 
 
 class Plain:
@@ -181,20 +183,26 @@ def run_case(case: Case, **over: Any) -> tuple[Texts, dict[str, int]]:
     return texts, sums | {"tokens": sum(map(len, texts)), "preemptions": int(preempted)}
 
 
+def chosen(given: argparse.Namespace) -> list[tuple[int, Case]]:
+    """The cases of a hunt, with their numbers."""
+    every = ((number, hunt_cases.draw(given.seed, number, given.each)) for number in itertools.count(given.first))
+    wanted = (one for one in every if given.has in (None, *hunt_cases.features(one[1])))
+    return list(itertools.islice(wanted, -(-given.texts // given.each)))
+
+
 def hunt(given: argparse.Namespace, plain: Plain, console: Console) -> dict[str, Any]:
     """Every case of the hunt beside plain decoding; the document."""
-    numbers = range(given.first, given.first + -(-given.texts // given.each))
+    cases = chosen(given)
     pairs: Counter[str] = Counter()
     totals: Counter[str] = Counter()
     refused, found, began = [], [], time.time()
     columns = (TextColumn("[progress.description]{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
-        task = bar.add_task("texts", total=len(numbers) * given.each)
-        for start in range(0, len(numbers), BLOCK):
-            block = numbers[start : start + BLOCK]
-            cases = [hunt_cases.draw(given.seed, number, given.each) for number in block]
-            wanted = plain.texts([request for case in cases for request in case["requests"]])
-            for place, (number, case) in enumerate(zip(block, cases, strict=True)):
+        task = bar.add_task("texts", total=len(cases) * given.each)
+        for start in range(0, len(cases), BLOCK):
+            block = cases[start : start + BLOCK]
+            wanted = plain.texts([request for _, case in block for request in case["requests"]])
+            for place, (number, case) in enumerate(block):
                 expected = wanted[place * given.each : (place + 1) * given.each]
                 try:
                     texts, sums = run_case(case)
@@ -278,12 +286,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: 0)")
     parser.add_argument("--first", type=int, default=0, help="number of the first case: to go on, or to see one again")
     parser.add_argument("--each", type=int, default=40, help="requests of a case (default: 40)")
+    parser.add_argument("--has", help="only cases that have it: 'budget', 'router goodput', 'async', ...")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--found", type=Path, default=FOUND, help="where cases that differ go (default: the tests')")
     parser.add_argument("--no-shrink", dest="shrink", action="store_false", help="write them as they were drawn")
     given = parser.parse_args()
     if given.texts < 1 or given.each < 1:
         parser.error("--texts and --each are 1 or more")
+    known = {name for number in range(KNOWN) for name in hunt_cases.features(hunt_cases.draw(given.seed, number, 8))}
+    if given.has is not None and given.has not in known:
+        parser.error(f"--has {given.has}: no case has that; what cases have: {', '.join(sorted(known))}")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     console = Console(stderr=True)
     if given.dtype == "bfloat16":

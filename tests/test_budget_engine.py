@@ -4,12 +4,11 @@ from typing import Any
 from unittest import mock
 
 import engines
-import numpy as np
 import pytest
 import sabotage
+from hunt_cases import any_rows
 
 from vllm_crossspec.budget import feature
-from vllm_crossspec.load.schedule import LiveSchedule
 
 pytestmark = pytest.mark.e2e
 
@@ -21,36 +20,30 @@ def measured_widths(monkeypatch):
 
 
 SPEC = engines.tree("eagle3", engines.EAGLE3, num_nodes=20, depth=3, top_k=5, budget="batch")
-WIDTH = 20
-
-
-def every_round_drafts() -> Any:
-    """Widths by load would draft little here."""
-    return mock.patch.object(LiveSchedule, "__getitem__", lambda schedule, batch: WIDTH)
-
-
-def any_rows(seed: int) -> Any:
-    """Any number of the step's rows, none and all of them as often as others."""
-    rng = np.random.default_rng(seed)
-
-    def rows(plan: Any, worth: Any, costs: Any, most: int) -> int:
-        return int(rng.choice([0, most, rng.integers(0, most + 1), rng.integers(0, most + 1)]))
-
-    return mock.patch.object(feature, "best_rows", rows)
+SPECS = {
+    "tree": SPEC,
+    "sizes by request": {
+        **engines.tree("eagle3", engines.EAGLE3, num_nodes=60, budget="batch"),
+        "adaptive": {"model": str(engines.POCKET / "heterospec" / "calibration.json")},
+    },
+    "dart": engines.tree("dart", engines.DART, num_nodes=33, budget="batch"),
+}
 
 
 def third_of_rows() -> Any:
     return mock.patch.object(feature, "best_rows", lambda plan, worth, costs, most: most // 3)
 
 
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_texts_are_plains_whichever_rows_are_verified(is_async):
+@pytest.mark.parametrize(
+    ("kind", "is_async"), [("tree", False), ("tree", True), ("sizes by request", False), ("dart", False)]
+)
+def test_texts_are_plains_whichever_rows_are_verified(kind, is_async):
     plain = [engines.plain(8), engines.plain(8, temperature=0.8, seed=7)]
     mixed, _ = engines.plain_mixed_answers()
     with engines.engine(None, **engines.LARGE_STEPS) as llm:
         chunked = engines.generate(llm, [engines.long_prompt(), *engines.prompts(5)], max_tokens=12)
     settings = {**engines.LARGE_STEPS, "async_scheduling": is_async}
-    with every_round_drafts(), any_rows(3), engines.engine(SPEC, **settings) as llm:
+    with any_rows(3), engines.engine(SPECS[kind], **settings) as llm:
         assert engines.generate(llm, engines.prompts(8)) == plain[0]
         assert engines.generate(llm, engines.prompts(8), temperature=0.8, seed=7) == plain[1]
         assert engines.mixed_answers(llm)[0] == mixed
@@ -74,7 +67,7 @@ def forget_what_is_worth(worker: Any) -> None:
 
 def test_rows_go_where_they_are_worth_most():
     plain = engines.plain(8)
-    with every_round_drafts(), third_of_rows(), engines.engine(SPEC, **engines.LARGE_STEPS) as llm:
+    with any_rows(), third_of_rows(), engines.engine(SPEC, **engines.LARGE_STEPS) as llm:
 
         def run(llm: Any) -> list[list[int]]:
             return engines.generate(llm, engines.prompts(8))

@@ -49,6 +49,14 @@ def test_hunt_draws_configurations_that_are_taken():
         parse(hunt_cases.placed(case["spec"]), NATIVE_KEYS)
 
 
+def test_hunt_can_be_of_cases_that_have_something():
+    every, some = (
+        lossless.chosen(Namespace(texts=240, each=2, first=3, seed=1, has=what)) for what in (None, "budget")
+    )
+    assert [number for number, _ in every] == [*range(3, 123)] and len(some) == 120
+    assert [one for one in every if "budget" in hunt_cases.features(one[1])] == some[: sum(n < 123 for n, _ in some)]
+
+
 def test_hunt_hands_settings_down_and_keeps_none(monkeypatch):
     """bfloat16 once stayed for whatever came later in the process."""
     started = []
@@ -108,7 +116,9 @@ class Answers:
 def test_hunt_finds_a_broken_engine_and_writes_the_case_as_a_test(tmp_path, monkeypatch):
     """Seen with a mask that lets siblings see each other; mended, the same case has plain's text."""
     monkeypatch.setattr(hunt_cases, "draw", lambda seed, number, count: SMALL)
-    given = Namespace(texts=6, each=6, first=0, seed=9, shrink=False, found=tmp_path, json=tmp_path / "so far")
+    given = Namespace(
+        texts=6, each=6, first=0, seed=9, has=None, shrink=False, found=tmp_path, json=tmp_path / "so far"
+    )
     original = hunt_cases.answers
 
     def broken(llm, requests, is_plain=False):

@@ -100,7 +100,8 @@ class DartProposer(DFlashProposer):
         ``commit`` has already moved a tree's accepted path to the first rows of its request.
         """
         batch, num_drafted = step.batch, step.batch.num_draft_tokens_per_req
-        if num_drafted is None or not step.tapped_hidden_states:
+        # With a joint budget the device alone knows whose rows are whose.
+        if num_drafted is None or not step.tapped_hidden_states or self.settings.shares_rows:
             return 0
         num_scheduled, num_drafted = batch.num_scheduled_tokens[: batch.num_reqs], num_drafted[: batch.num_reqs]
         width = int(num_scheduled[0])
