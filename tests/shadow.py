@@ -1,6 +1,7 @@
 """Sent into a worker: drafters that are always active, beside the lazy ones, and a comparison of their caches."""
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -49,15 +50,26 @@ def unpad(worker: Any) -> None:
 
 def route_at_random(worker: Any, seed: int) -> None:
     """Routes come from a generator, whatever the router says; requests inside their prompts keep theirs."""
-    host = worker.model_runner.speculator
-    generator, decide = np.random.default_rng(seed), host.router.decide
+    generator, count = np.random.default_rng(seed), len(worker.model_runner.speculator.order)
+    _route(worker, lambda num_reqs: generator.integers(0, count, num_reqs, dtype=np.int32))
 
-    def random_routes(hidden: Any, rows: Any, idx_mapping: Any, num_sampled: Any, out: torch.Tensor) -> None:
-        decide(hidden, rows, idx_mapping, num_sampled, out)
-        drawn = generator.integers(0, len(host.order), len(idx_mapping), dtype=np.int32)
-        out[: len(idx_mapping)] = torch.where(out[: len(idx_mapping)] < 0, -1, torch.from_numpy(drawn).to(out.device))
 
-    host.router.decide = random_routes
+def route_to(worker: Any, name: str) -> None:
+    """All routes lead to one drafter."""
+    number = worker.model_runner.speculator.order.index(name)
+    _route(worker, lambda num_reqs: np.full(num_reqs, number, dtype=np.int32))
+
+
+def _route(worker: Any, draw: Callable[[int], Any]) -> None:
+    router = worker.model_runner.speculator.router
+    decide = router.decide
+
+    def drawn_routes(hidden: Any, rows: Any, idx_mapping: Any, num_sampled: Any, out: torch.Tensor, now: bool) -> None:
+        decide(hidden, rows, idx_mapping, num_sampled, out, now)
+        drawn = torch.from_numpy(draw(len(idx_mapping))).to(out.device)
+        out[: len(idx_mapping)] = torch.where(out[: len(idx_mapping)] < 0, -1, drawn)
+
+    router.decide = drawn_routes
 
 
 class Written:
@@ -90,7 +102,7 @@ def keep_shadows(worker: Any) -> None:
     num_slots = host.kv_cache_config.num_blocks * max(host.block_tables.block_sizes)
     written = {name: [Written(layer, num_slots) for layer in _layers(host, name)] for name in host.order}
     worker.compared, worker.differences = 0, []
-    catch_up, store, latest = backlogs.catch_up, backlogs.store, {}
+    catch_up, settle, store, latest = backlogs.catch_up, backlogs.settle, backlogs.store, {}
 
     def remember(step: Any, slots: Any) -> None:
         latest.update(step=step, before=backlogs.computed[slots].copy())
@@ -107,18 +119,22 @@ def keep_shadows(worker: Any) -> None:
         tokens = tokens_of(slots, latest["before"], np.cumsum(counts) - counts, counts)
         backlogs.queues[name].write_tokens(features, tokens)
 
-    def compared_round(slots: Any, routes: Any) -> None:
-        for name in host.order:
-            for layer in written[name]:
-                layer.shadowing = True
-            shadow(name, slots)
-            for layer in written[name]:
-                layer.shadowing = False
-        catch_up(slots, routes)
-        for name in host.order:
-            _compare(worker, host, name, written[name])
+    def compared_to(original: Any) -> Any:
+        def compared_round(slots: Any, routes: Any) -> None:
+            for name in host.order:
+                for layer in written[name]:
+                    layer.shadowing = True
+                shadow(name, slots)
+                for layer in written[name]:
+                    layer.shadowing = False
+            original(slots, routes)
+            for name in host.order:
+                _compare(worker, host, name, written[name])
 
-    backlogs.store, backlogs.catch_up = remember, compared_round
+        return compared_round
+
+    # A round that does not wait knows what was accepted when the next one settles it.
+    backlogs.store, backlogs.catch_up, backlogs.settle = remember, compared_to(catch_up), compared_to(settle)
 
 
 def _compare(worker: Any, host: Any, name: str, written: list[Written]) -> None:
@@ -163,6 +179,17 @@ def forget_a_catch_up(worker: Any) -> None:
 
     for queue in worker.model_runner.speculator.backlogs.queues.values():
         queue.catch_up = forgetful(queue)
+
+
+def settle_too_much(worker: Any) -> None:
+    """Rounds that do not wait count one more token as taken in than was accepted."""
+
+    def more(queue: Any) -> Any:
+        settle = queue.settle
+        return lambda slots, ends: settle(slots, ends + 1)
+
+    for queue in worker.model_runner.speculator.backlogs.queues.values():
+        queue.settle = more(queue)
 
 
 def never_flush(worker: Any) -> None:

@@ -10,7 +10,7 @@ from hopper import compile_in_subprocess
 from vllm_crossspec.arrays import ranges
 from vllm_crossspec.catch_up import backlog
 from vllm_crossspec.catch_up.backlog import Backlog, StepRows
-from vllm_crossspec.catch_up.kernels import accepted_lengths, join_rows, locate
+from vllm_crossspec.catch_up.kernels import accepted_lengths, join_rows, last_tokens, locate
 from vllm_crossspec.catch_up.naive import accepted_lengths_naive, join_rows_naive, locate_naive
 
 POISON = -7777
@@ -198,6 +198,19 @@ def test_accepted_lengths():
     assert last_rows.tolist() == [2, 8, 8] and computed.tolist() == [42, 40, 0]
 
 
+@pytest.mark.parametrize("num_reqs", [1, 3, 130])
+def test_last_tokens_of_requests_whose_lengths_the_device_knows(num_reqs):
+    generator = torch.Generator().manual_seed(num_reqs)
+    accepted = torch.randint(1, 900, (140,), dtype=torch.int32, generator=generator)
+    rows = torch.randperm(140, generator=generator)[:num_reqs]
+    given = torch.stack([rows, rows + 1, torch.randint(0, 900, (num_reqs,), generator=generator)])
+    positions, kept = torch.full((2, num_reqs), POISON, dtype=torch.int64)
+    lengths = torch.full((num_reqs,), POISON, dtype=torch.int32)
+    last_tokens(given, accepted, positions, kept, lengths)
+    assert torch.equal(lengths, accepted[rows]) and torch.equal(positions, accepted[rows].long() - 1)
+    assert torch.equal(kept, given[2] + positions)
+
+
 @pytest.mark.parametrize(("taps", "width", "dtype"), [(1, 7, torch.float32), (3, 1300, torch.bfloat16)])
 def test_joined_rows(taps, width, dtype):
     generator = torch.Generator().manual_seed(taps)
@@ -212,7 +225,7 @@ COMPILE_FOR_HOPPER = """
 import hopper
 compiled = hopper.compile_only()
 import torch
-from vllm_crossspec.catch_up.kernels import accepted_lengths, join_rows, locate
+from vllm_crossspec.catch_up.kernels import accepted_lengths, join_rows, last_tokens, locate
 
 table, token_ids = torch.zeros(8, 64, dtype=torch.int32), torch.zeros(8, 4096, dtype=torch.int32)
 last_rows, computed = torch.zeros(64, dtype=torch.int64), torch.zeros(64, dtype=torch.int32)
@@ -223,10 +236,13 @@ for num_tokens in (1, 2, 16, 31, 300, 1024):
 for num_reqs in (1, 2, 16, 33):
     rows = {"query_start_loc": computed, "num_rejected": computed, "num_computed": computed}
     accepted_lengths(idx_mapping=computed[:num_reqs], **rows, last_rows=last_rows, computed=computed)
+    given = torch.zeros(5, num_reqs + num_reqs % 2, dtype=torch.int64)[:, :num_reqs]
+    last_tokens(given[:3], computed, given[3], given[4], torch.zeros(num_reqs, dtype=torch.int32))
 for num_rows in (1, 2, 16, 33):
     join_rows(list(torch.zeros(3, 64, 256)), last_rows[:num_rows])
 found = {name: len(codes) for name, codes in compiled.items()}
-assert found == {"_locate_kernel": 1, "_accepted_lengths_kernel": 1, "_join_rows_kernel": 1}, compiled
+names = "locate accepted_lengths last_tokens join_rows"
+assert found == {f"_{name}_kernel": 1 for name in names.split()}, compiled
 """
 
 

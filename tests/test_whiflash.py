@@ -96,6 +96,31 @@ def _category(name):
     return {} if name is None else {"crossspec_category": name}
 
 
+LATE = {"policy": "goodput", "wait": False}
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_rounds_that_go_by_the_round_before_give_plains_text_and_do_not_wait(plain, is_async):
+    settings = spec(trees=True, third=True, **LATE, max_backlog=64)
+    with engines.engine(settings, max_num_batched_tokens=256, async_scheduling=is_async) as llm:
+        found, figures = texts(llm), routing(llm)
+    assert found == plain
+    assert all(own["decisions"] > 0 and own["switches"] > 0 for own in figures["drafters"].values())
+    # Those in which a request begins do.
+    assert 0 < figures["waits"] < figures["rounds"] / 2, figures
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_the_same_routes_get_the_same_drafts_whether_rounds_wait_or_not(name):
+    counts = []
+    for waits in (True, False):
+        with engines.engine(spec(trees=True, policy="goodput", wait=waits), max_num_batched_tokens=256) as llm:
+            llm.collective_rpc(functools.partial(shadow.route_to, name=name))
+            engines.generate(llm, engines.prompts(6), max_tokens=MAX_TOKENS)
+            counts.append(llm.collective_rpc("crossspec_stats")[0])
+    assert counts[0] == counts[1] and counts[0][name]["accepted_tokens"] > 0
+
+
 def test_a_drafter_that_nobody_chooses_costs_the_others_nothing():
     never = {"policy": "entropy", "threshold": engines.NO_ENTROPY}
     with engines.engine(spec(**never, max_backlog=512), enable_prefix_caching=False) as llm:
@@ -142,13 +167,14 @@ def drive(llm, seed, num_requests=14):
         {"seed": 1, "max_backlog": 512},
         {"seed": 2, "max_backlog": 40, "trees": True, "third": True},
         {"seed": 3, "max_backlog": 512, "is_async": True},
+        {"seed": 4, "max_backlog": 40, "trees": True, "third": True, "waits": False},
+        {"seed": 5, "max_backlog": 512, "is_async": True, "waits": False},
     ],
-    ids=["roomy", "crowded trees", "async"],
+    ids=["roomy", "crowded trees", "async", "a round late", "a round late, async"],
 )
 def test_caches_are_those_of_always_active_drafters(case):
-    settings = spec(
-        case.get("trees", False), case.get("third", False), policy="entropy", max_backlog=case["max_backlog"]
-    )
+    router = {"policy": "entropy"} if case.get("waits", True) else LATE
+    settings = spec(case.get("trees", False), case.get("third", False), **router, max_backlog=case["max_backlog"])
     with _engine(settings, case.get("is_async", False)) as llm:
         llm.collective_rpc(shadow.pad_products)
         llm.collective_rpc(functools.partial(shadow.route_at_random, seed=case["seed"]))
@@ -156,17 +182,20 @@ def test_caches_are_those_of_always_active_drafters(case):
         drive(llm, case["seed"])
         compared, differences = llm.collective_rpc(shadow.comparison)[0]
         counts = engines.counts(llm)
-        switches = sum(d["switches"] for d in routing(llm)["drafters"].values())
+        figures = routing(llm)
+        switches = sum(d["switches"] for d in figures["drafters"].values())
         preempted = {m.name: m for m in llm.get_metrics()}["vllm:num_preemptions"].value
         llm.collective_rpc(shadow.unpad)
     assert not differences, differences[:5]
     assert compared > 10_000 and switches > 20 and counts.prefix_hits > 0 and preempted > 0
+    assert (figures["waits"] >= figures["rounds"]) is case.get("waits", True)
 
 
 @pytest.mark.nightly(keep=1)
-@pytest.mark.parametrize("broken", [shadow.forget_a_catch_up, shadow.never_flush])
+@pytest.mark.parametrize("broken", [shadow.forget_a_catch_up, shadow.never_flush, shadow.settle_too_much])
 def test_the_comparison_sees(broken):
-    with _engine(spec(policy="entropy")) as llm:
+    router = LATE if broken is shadow.settle_too_much else {"policy": "entropy"}
+    with _engine(spec(**router)) as llm:
         llm.collective_rpc(shadow.pad_products)
         llm.collective_rpc(functools.partial(shadow.route_at_random, seed=4))
         llm.collective_rpc(shadow.keep_shadows)

@@ -27,10 +27,15 @@ class HostCopy:
             self._host.copy_(self.tensor, non_blocking=True)
             self._event.record()
 
-    def wait(self, count: int) -> npt.NDArray[np.int64]:
-        """Wait for the device; return int64, the first ``count`` of the last axis."""
-        self.num_waits += 1
+    def wait(self, count: int, is_old: bool = False) -> npt.NDArray[np.int64]:
+        """Wait for the device; return int64, the first ``count`` of the last axis.
+
+        A copy that ``is_old`` was started a round ago, and counts as a wait only if it has not arrived yet.
+        """
         if self._on_device:
+            self.num_waits += not (is_old and self._event.query())
             self._event.synchronize()
+        else:
+            self.num_waits += not is_old
         numbers = self._host if self._on_device else self.tensor
         return numbers[..., :count].numpy().astype(np.int64)

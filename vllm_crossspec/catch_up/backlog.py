@@ -150,14 +150,31 @@ class Backlog(CatchUpQueue):
             self.fuse_waiting(slots)
             self._take_in(self.features, tokens)
 
-    def start(self, slots: Array, ends: Array, rows: torch.Tensor) -> torch.Tensor:
+    def catch_up_within(self, slots: Array, bounds: Array) -> None:
+        """As :meth:`catch_up`, where the host does not know yet how many tokens were accepted, at most ``bounds``.
+
+        Nothing reads what is written past the last accepted token before it is written again. :meth:`settle` counts the
+        others.
+        """
+        tokens = self.missed(slots, bounds - 1)
+        if tokens.shape[1]:
+            self.fuse_waiting(slots)
+            self.write_tokens(self.features, tokens)
+
+    def settle(self, slots: Array, ends: Array) -> None:
+        """The drafter has taken in ``slots`` up to ``ends`` (int64 [k] each)."""
+        self._count(int(np.maximum(ends - 1 - self.cached[slots], 0).sum()))
+        self.cached[slots] = ends
+
+    def start(self, slots: Array, ends: Array | None, rows: torch.Tensor) -> torch.Tensor:
         """[k, F] features of each request's last token, whose keys and values the drafter writes as it drafts.
 
         Args:
-            ends: int64 [k] accepted tokens of ``slots``, int64 [k].
+            ends: int64 [k] accepted tokens of ``slots``, int64 [k]; None where the host does not know them yet.
             rows: int64 [k] the buffer's rows of the last tokens (:meth:`rows_at`).
         """
-        self.cached[slots] = ends
+        if ends is not None:
+            self.cached[slots] = ends
         self.fuse_waiting(slots)
         return self.features.index_select(0, rows)
 

@@ -121,6 +121,45 @@ def accepted_lengths(
     )
 
 
+@triton.jit(do_not_specialize=["given_ptr", "stride", "num_rows"])
+def _last_tokens_kernel(
+    given_ptr,  # int64 [3, R]
+    stride,
+    accepted_ptr,  # int32 [batch]
+    positions_ptr,  # int64 [R] out
+    kept_ptr,  # int64 [R] out
+    lengths_ptr,  # int32 [R] out
+    num_rows,
+    BLOCK: tl.constexpr,
+):
+    i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < num_rows
+    row = tl.load(given_ptr + i, mask=inside, other=0)
+    first = tl.load(given_ptr + 2 * stride + i, mask=inside, other=0)
+    length = tl.load(accepted_ptr + row, mask=inside, other=1)
+    position = length.to(tl.int64) - 1
+    tl.store(positions_ptr + i, position, mask=inside)
+    tl.store(kept_ptr + i, first + position, mask=inside)
+    tl.store(lengths_ptr + i, length, mask=inside)
+
+
+def last_tokens(
+    given: torch.Tensor, accepted: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor, lengths: torch.Tensor
+) -> None:
+    """Find the last accepted token of requests whose lengths the host does not know yet; one launch.
+
+    Args:
+        given: int64 [3, R]: the requests' numbers in the batch, their slots, and the buffer's row of position 0.
+        accepted: int32 [batch] accepted tokens.
+        positions, kept: int64 [R], written: of the last accepted token, and the buffer's row of it.
+        lengths: int32 [R], written: accepted tokens.
+    """
+    num_rows, block = given.shape[1], 128
+    _last_tokens_kernel[(triton.cdiv(num_rows, block),)](
+        given, given.stride(0), accepted, positions, kept, lengths, num_rows, BLOCK=block
+    )
+
+
 # One variant for every batch, so that no request waits for a compilation.
 @triton.jit(do_not_specialize=["rows_ptr"])
 def _join_rows_kernel(

@@ -146,9 +146,8 @@ def _check_tree(config: CrossSpecConfig, drafter: DrafterConfig, path: str) -> N
         )
     if tree.budget == "batch":
         reasons = {
-            "a chain, whose tokens have no chances to compare": tree.is_chain,
-            "one of several drafters": len(config.drafters) > 1,
-            "trees that adaptive sizes already": drafter.adaptive is not None,
+            'a chain, whose tokens have no chances to compare (a tree with "top_k": 1 has them)': tree.is_chain,
+            "one of several drafters, for whose missed tokens the host must know every row": len(config.drafters) > 1,
             f"a {drafter.traits.name} drafter, whose rows come in pairs": drafter.traits.contemplates,
             'draft lengths that you chose; set by_batch_size to "auto", or leave it out': isinstance(schedule, dict),
         }
@@ -294,8 +293,9 @@ def _check_router(config: CrossSpecConfig) -> None:
             f"{key}.drafter is {config.active!r}, which is none of drafters{nearest(config.active, config.drafters)}"
         )
     if kind.is_fixed:
-        if router.model is not None or router.threshold != "auto" or router.by_category or router.costs is not None:
-            raise ValueError(f"{key}: policy 'fixed' takes neither model, thresholds nor costs; leave them out")
+        has_own = router.model is not None or router.costs is not None or bool(router.by_category)
+        if has_own or router.threshold != "auto" or not router.wait:
+            raise ValueError(f"{key}: policy 'fixed' takes neither model, thresholds, costs nor wait; leave them out")
         return
     if len(config.drafters) < 2:
         raise ValueError(f"{key}.policy {policy!r} chooses between drafters, and there is one; add another to drafters")
@@ -308,6 +308,8 @@ def _check_router(config: CrossSpecConfig) -> None:
     learns, predicts = kind.learns and router.model is None, kind.needs_hidden and router.model is not None
     if "explore" in router.model_fields_set and not learns:
         raise ValueError(f"{key}.explore is for policy 'goodput' without a model; leave it out")
+    if not router.wait and not learns:
+        raise ValueError(f"{key}.wait: false is for policy 'goodput' without a model; leave it out")
     if "correct" in router.model_fields_set and not predicts:
         raise ValueError(
             f"{key}.correct is for a trained router: policy 'neural', or 'goodput' with model; leave it out"

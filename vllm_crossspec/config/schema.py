@@ -141,6 +141,7 @@ class RouterConfig(Settings):
     explore: StrictBool = True
     correct: StrictBool = True
     lazy: StrictBool = True
+    wait: StrictBool = True
 
     @property
     def kind(self) -> PolicyKind:

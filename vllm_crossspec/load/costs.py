@@ -201,6 +201,10 @@ class RoundTimer:
         """Other requests are in these slots from now on."""
         self._num_rounds[slots] = 0
 
+    def interrupt(self) -> None:
+        """The round under way is not timed."""
+        self._last, self._drafter_before = None, -1
+
     def ended(self, slots: Array, routes: Array, now: float, missed: Array | None = None) -> TimedRound | None:
         """The round that ends here, in seconds since the one before ended; None where it says nothing.
 

@@ -100,12 +100,7 @@ class Backlogs:
         ``commit`` has already moved a tree's accepted path to the rows of an accepted chain.
         """
         batch, num_reqs = step.batch, step.batch.num_reqs
-        scheduled = batch.num_scheduled_tokens[:num_reqs].astype(np.int64)
-        drafted = np.zeros_like(scheduled)
-        if batch.num_draft_tokens_per_req is not None:
-            drafted = batch.num_draft_tokens_per_req[:num_reqs].astype(np.int64)
-        certain = scheduled - drafted
-        counts = certain + np.minimum(drafted, self.max_depth)
+        certain, counts = self.rows_of(step)
         packed = ranges(batch.query_start_loc_np[:num_reqs].astype(np.int64), counts)
         is_all = len(packed) == batch.num_tokens
         index = None if is_all else async_tensor_h2d(packed, device=self._no_features.device)
@@ -113,6 +108,16 @@ class Backlogs:
         states = [s[: batch.num_tokens] for s in step.tapped_hidden_states or [step.last_hidden_states]]
         for queue in self.queues.values():
             queue.store(states, rows)
+
+    def rows_of(self, step: StepInputs) -> tuple[Array, Array]:
+        """int64 [R] each: rows of a step that are surely accepted, and those that may be."""
+        batch, num_reqs = step.batch, step.batch.num_reqs
+        scheduled = batch.num_scheduled_tokens[:num_reqs].astype(np.int64)
+        drafted = np.zeros_like(scheduled)
+        if batch.num_draft_tokens_per_req is not None:
+            drafted = batch.num_draft_tokens_per_req[:num_reqs].astype(np.int64)
+        certain = scheduled - drafted
+        return certain, certain + np.minimum(drafted, self.max_depth)
 
     def missed(self, name: str, slots: Array, ends: Array) -> Array:
         """int64 [R] tokens before ``ends`` that a drafter's cache lacks; 0 without a cache."""
@@ -134,7 +139,7 @@ class Backlogs:
     def catch_up(self, slots: Array, routes: Array) -> None:
         """Let each chosen drafter take in its missed tokens, except the last one, with which it starts."""
         shares, self._shares_prefix = self._shares_prefix, False
-        owners = np.where(routes >= 0, self.owner_numbers[routes], NO_DRAFTER)
+        owners = self._owners(routes)
         for name, queue in self.queues.items():
             chosen = owners == self.order.index(name)
             if shares:
@@ -145,15 +150,53 @@ class Backlogs:
             elif chosen.any():
                 queue.catch_up(slots[chosen], self.computed[slots[chosen]] - 1)
 
+    def _owners(self, routes: Array) -> Array:
+        """int64 [R] numbers of those whose cache the drafters use."""
+        return np.where(routes >= 0, self.owner_numbers[routes], NO_DRAFTER)
+
+    @property
+    def must_settle(self) -> bool:
+        """Whether the next :meth:`catch_up` takes in more than the chosen drafters need."""
+        return self._shares_prefix or not self.lazy
+
+    def catch_up_within(self, slots: Array, routes: Array, bounds: Array) -> None:
+        """As :meth:`catch_up`, where the host does not know the accepted lengths yet; ``settle`` takes them later.
+
+        Args:
+            slots, routes: int64 [R] slot and drafter of every request of the batch.
+            bounds: int64 [R] most accepted tokens of each.
+        """
+        for name, queue in self.queues.items():
+            chosen = np.flatnonzero(self._owners(routes) == self.order.index(name))
+            if len(chosen):
+                queue.catch_up_within(slots[chosen], bounds[chosen])
+
+    def settle(self, slots: Array, routes: Array) -> None:
+        """The drafters that drafted a round ago have taken in what :attr:`computed` says by now."""
+        for name, queue in self.queues.items():
+            mine = slots[self._owners(routes) == self.order.index(name)]
+            if len(mine):
+                queue.settle(mine, self.computed[mine])
+
+    def first_rows(self, name: str, slots: Array) -> Array:
+        """int64 [k] buffer rows that position 0 of each request would have; 0 without a cache."""
+        queue = self.of[name]
+        return np.zeros_like(slots) if queue is None else queue.rows_at(slots, np.zeros_like(slots))
+
     def last_rows(self, name: str, slots: Array) -> Array:
         """int64 [k] buffer rows of the features of each request's last token; 0 without a cache."""
         queue = self.of[name]
         return np.zeros_like(slots) if queue is None else queue.rows_at(slots, self.computed[slots] - 1)
 
-    def start(self, name: str, slots: Array, rows: torch.Tensor) -> torch.Tensor:
-        """[k, F] features from which a drafter starts, and which it takes in; ``rows`` are :meth:`last_rows`."""
+    def start(self, name: str, slots: Array, rows: torch.Tensor, is_settled: bool = True) -> torch.Tensor:
+        """[k, F] features from which a drafter starts, and which it takes in; ``rows`` are :meth:`last_rows`.
+
+        Unless it ``is_settled`` how many tokens were accepted, :meth:`settle` counts them as taken in.
+        """
         queue = self.of[name]
-        return self._no_features[: len(slots)] if queue is None else queue.start(slots, self.computed[slots], rows)
+        if queue is None:
+            return self._no_features[: len(slots)]
+        return queue.start(slots, self.computed[slots] if is_settled else None, rows)
 
     # -- not for requests -------------------------------------------------------------------------------------
 

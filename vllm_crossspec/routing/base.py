@@ -33,6 +33,7 @@ class RouterSettings(NamedTuple):
     correct: bool = True  # whether a request's own rounds correct a trained router's predictions
     by_category: tuple[tuple[float, ...], ...] = ()  # [N - 1] thresholds for each category that requests may name
     uses_temperature: bool = False  # whether the entropy is taken at the request's temperature instead of 1
+    is_late: bool = False  # whether rounds may carry out the decision of the round before
 
 
 class Router:
@@ -71,7 +72,8 @@ class Router:
             everyone = tuple(range(others + 1))
             explored = everyone if settings.explored is None else settings.explored
             priors = settings.priors or (1.0,) * (others + 1)
-            self.experience = Experience(settings.owners or everyone, priors, explored, max_num_reqs, device)
+            owners = settings.owners or everyone
+            self.experience = Experience(owners, priors, explored, max_num_reqs, device, settings.is_late)
         self.needs_logits = kind.needs_logits or self.experience is not None
         self.needs_hidden = kind.needs_hidden and self.experience is None
 
@@ -171,6 +173,7 @@ class Router:
         idx_mapping: torch.Tensor,
         num_sampled: torch.Tensor,
         out_routes: torch.Tensor,
+        carries_out: bool = True,
     ) -> None:
         """Choose a drafter for every request: one launch, two if the policy reads hidden states, three if it learns.
 
@@ -178,12 +181,13 @@ class Router:
             hidden_states: [T, H] final states of the target, after its last norm.
             rows, idx_mapping, num_sampled: int [R], see ``kernels``.
             out_routes: int32 [at least R], written: number of the drafter; -1 for padding and inside prompts.
+            carries_out: whether this round drafts as is decided here; else as was decided in the one before.
         """
         num_reqs, blocks = idx_mapping.shape[0], 1
         row = self.costs.row(num_reqs) if self.costs else 0
         if self.experience is not None:
             batch = (idx_mapping, num_sampled, self.previous)
-            self.experience.decide(self._parts[row], self._entropy_parts, *batch, out_routes)
+            self.experience.decide(self._parts[row], self._entropy_parts, *batch, out_routes, carries_out)
             return
         if self.needs_hidden:
             blocks = kernels.gain_parts(
@@ -219,6 +223,12 @@ class Router:
         self.categories.index_copy_(0, slots, categories)
         if self.scales is not None:
             self.scales.index_copy_(0, slots, torch.where(temperatures > 0, 1.0 / temperatures, 1.0))
+
+    def draft_nothing(self, slots: torch.Tensor) -> None:
+        """These requests (int64 [n]) get no drafts in this round, which so teaches nothing about a drafter."""
+        self.previous.index_fill_(0, slots, -1)
+        if self.experience is not None:
+            self.experience.drafted.index_fill_(0, slots, -1)
 
     def release(self, slots: torch.Tensor) -> None:
         """Forget the last requests of ``slots`` (int64 [n])."""

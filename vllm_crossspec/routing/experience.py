@@ -74,7 +74,7 @@ class Known(NamedTuple):
     forecasts: torch.Tensor  # [S, N] by row of the batch: forecast accepted draft tokens; negative: no forecast
     arrivals: torch.Tensor  # [S, N] by row of the batch: see `arrivals`
     expected: torch.Tensor  # [S, N, 3] by row of the batch: tokens, measure, accepted drafts by all requests' rounds
-    last_round: torch.Tensor  # [S, 3] by slot, of the last round: measure, level, expected accepted drafts
+    last_round: torch.Tensor  # [S, 3] by slot, of the last decision: measure, level, expected accepted drafts
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -275,7 +275,12 @@ def _choose_kernel(
 
 
 class Experience:
-    """Learns from drafts and chooses drafters: three launches per round, no wait. Arguments as in `RouterSettings`."""
+    """Learns from drafts and chooses drafters: three launches per round, no wait. Arguments as in `RouterSettings`.
+
+    Attributes:
+        drafted: int32 [S] whose drafts the next step verifies, where decisions are carried out a round late;
+            ``drafted_round`` is that decision's ``last_round``.
+    """
 
     def __init__(
         self,
@@ -284,6 +289,7 @@ class Experience:
         explored: tuple[int, ...],
         max_num_reqs: int,
         device: torch.device,
+        is_late: bool = False,
     ):
         num_drafters = len(owners)
         exact = {"dtype": torch.float32, "device": device}
@@ -300,6 +306,9 @@ class Experience:
         self.owners = torch.tensor(owners, dtype=torch.int32, device=device)
         self.sets = torch.tensor(drafter_sets(num_drafters), dtype=torch.int32, device=device)
         self.explored, self.num_rounds = explored, 0
+        self._is_late = is_late
+        self.drafted = torch.full((max_num_reqs,), -1, dtype=torch.int32, device=device)
+        self.drafted_round = torch.zeros_like(self.known.last_round)
 
     def decide(
         self,
@@ -309,11 +318,12 @@ class Experience:
         num_sampled: torch.Tensor,
         previous: torch.Tensor,
         routes: torch.Tensor,
+        carries_out: bool = True,
     ) -> None:
         """Learn from the last round, and choose a drafter for every request; see ``kernels.decide``.
 
         ``costs`` are float32 [3, N] seconds of this batch: drafting by each drafter, the target's pass over its drafts,
-        and a switch of all requests to it.
+        and a switch of all requests to it. The round ``carries_out`` this decision, or else the one before it.
         """
         known, num_rows, num_drafters = self.known, idx_mapping.shape[0], self.owners.shape[0]
         splits = entropy_parts.shape[1]
@@ -321,10 +331,13 @@ class Experience:
         self.num_rounds += 1
         probe, hope = probe_of(self.num_rounds, self.explored)
         batch = (idx_mapping, num_sampled, previous)
+        drafted = (self.drafted_round, self.drafted) if self._is_late else (known.last_round, previous)
         _learn_kernel[(1,)](
-            known.per_request, known.all_requests, known.last_round, *batch, num_rows,
+            known.per_request, known.all_requests, drafted[0], idx_mapping, num_sampled, drafted[1], num_rows,
             DRAFTERS=num_drafters, num_warps=1,
         )  # fmt: skip
+        if not carries_out:
+            self._draft_by(previous)
         _expect_kernel[(triton.cdiv(num_rows, EXPECT_ROWS),)](
             known.per_request, known.all_requests, known.priors, known.forecasts, entropy_parts, known.entropy,
             known.expected, idx_mapping, num_sampled, num_rows,
@@ -335,10 +348,18 @@ class Experience:
             costs, self.owners, self.sets, self.sets.shape[0], *batch, routes, num_rows, probe, hope,
             DRAFTERS=num_drafters, num_warps=1,
         )  # fmt: skip
+        if carries_out and self._is_late:
+            self._draft_by(previous)
+
+    def _draft_by(self, decided: torch.Tensor) -> None:
+        """The round drafts as was decided last. A request that is not in the batch counts as if it were."""
+        self.drafted.copy_(decided)
+        self.drafted_round.copy_(self.known.last_round)
 
     def release(self, slots: torch.Tensor) -> None:
         """Forget the last requests of ``slots`` (int64 [n])."""
         self.known.per_request.index_fill_(0, slots, 0.0)
+        self.drafted.index_fill_(0, slots, -1)
 
 
 def arrivals(missed: Array, answered: Array) -> Array:

@@ -32,6 +32,7 @@ def make_router(settings: CrossSpecConfig, vllm_config: Any, device: torch.devic
             priors=tuple(expected_tokens(settings.width_of(name)) for name in order),
             explored=_explored(settings),
             correct=router.correct,
+            is_late=not router.wait,
         ),
         hidden_size=hidden_size,
         vocab_size=model_config.get_vocab_size(),

@@ -62,20 +62,23 @@ class RoundObserver:
         found = arrivals(missed, np.where(begun < 0, 0, computed - begun))
         known.arrivals[:num_reqs].copy_(torch.from_numpy(found))
 
-    def after_routing(self, slots: Array, routes: Array) -> None:
+    def after_routing(self, slots: Array, routes: Array, is_timed: bool = True) -> None:
         """Take each request's drafter (int64 [R]), and time the previous round, which ends here.
 
-        The time between two waits is one round's drafting and the target's pass over the drafts.
+        The time between two waits is one round's drafting and the target's pass over the drafts. A round that does not
+        wait is told of when the next one begins, which is about when its pass had ended; among these, one that waits
+        is not timed.
         """
         router, backlogs = self._router, self._backlogs
         if router.experience is not None and (routes == NO_DRAFTER).any():
-            # A round without drafts teaches nothing about a drafter.
-            undrafted = async_tensor_h2d(slots[routes == NO_DRAFTER], device=router.device)
-            router.previous.index_fill_(0, undrafted, NO_DRAFTER)
+            router.draft_nothing(async_tensor_h2d(slots[routes == NO_DRAFTER], device=router.device))
         computed = backlogs.computed[slots]
         begins = (routes >= 0) & (self._begun[slots] < 0)
         self._begun[slots[begins]] = computed[begins]
         if self._timer is None or router.drift is None:
+            return
+        if not is_timed:
+            self._timer.interrupt()
             return
         missed = None
         if backlogs.fuses_late:

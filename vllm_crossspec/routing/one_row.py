@@ -8,6 +8,7 @@ import torch
 from vllm.utils.torch_utils import async_tensor_h2d
 
 from vllm_crossspec.arrays import Array
+from vllm_crossspec.catch_up.kernels import last_tokens
 from vllm_crossspec.types import StepInputs
 
 
@@ -51,6 +52,23 @@ class LastTokenBatches:
         first, second, third, fourth = on_device[:4, :num_reqs].unbind()
         return PackedRows(first, second, third, fourth, lengths=on_device[4].view(torch.int32)[:num_reqs])
 
+    def packed_within(self, rows: Array, slots: Array, firsts: Array, accepted: torch.Tensor) -> PackedRows:
+        """As :meth:`packed`, where the host does not know the accepted lengths yet.
+
+        Args:
+            rows, slots: as there.
+            firsts: int64 [R] buffer rows that position 0 would have.
+            accepted: int32 [batch] accepted tokens, on the device.
+        """
+        num_reqs = len(rows)
+        given = np.zeros((5, num_reqs + num_reqs % 2), dtype=np.int64)
+        given[:3, :num_reqs] = rows, slots, firsts
+        on_device = async_tensor_h2d(given, device=self.device)[:, :num_reqs]
+        positions, kept = on_device[3:].unbind()
+        lengths = torch.empty(num_reqs, dtype=torch.int32, device=self.device)
+        last_tokens(on_device[:3], accepted, positions, kept, lengths)
+        return PackedRows(on_device[0], on_device[1], positions, kept, lengths)
+
     def inputs(
         self, step: StepInputs, rows: Array, ends: Array, packed: PackedRows, features: torch.Tensor
     ) -> StepInputs:
@@ -59,7 +77,7 @@ class LastTokenBatches:
         Args:
             step: the target's.
             rows: int64 [R] the requests' numbers in its batch.
-            ends: int64 [R] accepted tokens of each.
+            ends: int64 [R] accepted tokens of each, at most.
             packed: of the same requests.
             features: [R, F] from which the drafter starts.
         """

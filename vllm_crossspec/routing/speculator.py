@@ -36,6 +36,9 @@ class RoutedSpeculator(Speculator):
     - A drafter starts from the last accepted token only: one row per request.
     - A round waits for the device once, for a copy of routes and accepted lengths (``HostCopy``). Meanwhile the device
       fuses and stores the step's features. On CPUs states wait unfused (``Platform.fuses_late``).
+    - With ``router.wait`` false only rounds wait in which a request reads its prompt. Others carry out the routes of
+      the round before, whose copy has arrived, and read the accepted lengths on the device; the host's books are
+      settled in the round after.
     """
 
     def __init__(self, vllm_config: VllmConfig, device: torch.device, req_states: Any):
@@ -51,6 +54,9 @@ class RoutedSpeculator(Speculator):
         self.drafts = torch.zeros(num_slots, self.num_speculative_steps, dtype=torch.int64, device=device)
         self.copied = HostCopy((2, num_slots), device)
         self.routes, self.accepted = self.copied.tensor
+        self._waits = settings.router.wait
+        self._decided = np.full(num_slots, NO_DRAFTER, dtype=np.int64)  # [S] routes of the last round's copy
+        self._unsettled: tuple[Array, Array] | None = None  # slots and routes of a round whose lengths are not known
         self.last_rows = torch.zeros(num_slots, dtype=torch.int64, device=device)
         self.one_row = LastTokenBatches(num_slots, device)
         self._is_first_dummy = True
@@ -80,6 +86,7 @@ class RoutedSpeculator(Speculator):
 
     def add_requests(self, slots: list[int], num_computed: list[int]) -> None:
         self.backlogs.add_requests(slots, num_computed)
+        self._decided[slots] = NO_DRAFTER
         self.routing.forget(slots)
         self.observer.add_requests(slots)
         on_device = async_tensor_h2d(np.array(slots, dtype=np.int64), device=self.device)
@@ -89,6 +96,7 @@ class RoutedSpeculator(Speculator):
 
     def remove_requests(self, slots: list[int]) -> None:
         super().remove_requests(slots)
+        self._settle()
         self.backlogs.remove_requests(slots)
 
     # -- the round --------------------------------------------------------------------------------------------
@@ -100,25 +108,59 @@ class RoutedSpeculator(Speculator):
         self.serve(step.batch)
         num_reqs = step.batch.num_reqs
         slots = step.batch.idx_mapping_np[:num_reqs].astype(np.int64)
+        self._settle()
+        routes = self._routes_before(step, slots)
         self.clock.mark()
-        self._route(step, slots)
+        self._route(step, slots, carries_out=routes is None)
         self.clock.mark()
         self.backlogs.store(step, slots)
         self.clock.mark()
-        routes = self._take_routes(step, slots)
-        self.backlogs.catch_up(slots, routes)
+        if routes is None:
+            routes = self._take_routes(step, slots)
+            self.backlogs.catch_up(slots, routes)
+            bounds = None
+        else:
+            bounds = self.backlogs.computed[slots] + self.backlogs.rows_of(step)[1]
+            self.backlogs.count(slots, routes, self.backlogs.computed[slots])
+            self.backlogs.catch_up_within(slots, routes, bounds)
+            self._unsettled = slots, routes
         self.clock.mark()
         if (routes == NO_DRAFTER).any():  # their draft tokens must be valid too
             self.drafts[:num_reqs].zero_()
         for number, name in enumerate(self.order):
             rows = np.flatnonzero(routes == number)
             if len(rows):
-                self._draft(name, step, slots[rows], rows)
+                self._draft(name, step, slots[rows], rows, None if bounds is None else bounds[rows])
         self.clock.mark()
         self.clock.end_round()
         return self.kept.plan(self.drafts[:num_reqs])
 
-    def _route(self, step: StepInputs, slots: Array) -> None:
+    def _settle(self) -> None:
+        """Take the copy of the last round, if that did not wait for it."""
+        if self._unsettled is None:
+            return
+        (slots, routes), self._unsettled = self._unsettled, None
+        self._decided[slots], self.backlogs.computed[slots] = self.copied.wait(len(slots), is_old=True)
+        self.observer.after_routing(slots, routes)
+        self.backlogs.settle(slots, routes)
+
+    def _routes_before(self, step: StepInputs, slots: Array) -> Array | None:
+        """int64 [R] routes of the round before; None if this one must wait for its own.
+
+        It must where a request that wants drafts has none yet, and where drafters take in what others may reuse.
+        """
+        if self._waits or self.backlogs.must_settle or (self.backlogs.rows_of(step)[0] > 1).any():
+            return None
+        gets_drafts = self._get_drafts(step, slots)
+        routes = np.where(gets_drafts, self._decided[slots], NO_DRAFTER)
+        return None if (gets_drafts & (routes == NO_DRAFTER)).any() else routes
+
+    def _get_drafts(self, step: StepInputs, slots: Array) -> Array:
+        """bool [R] whether any are planned for a request, and it wants them."""
+        wants = np.full(len(slots), step.num_scheduled != 0)
+        return wants if self.kept.state is None else wants & (self.kept.state.modes[slots] != NO_DRAFTS)
+
+    def _route(self, step: StepInputs, slots: Array, carries_out: bool) -> None:
         """Let the router choose, and start the copy of its routes and the accepted lengths."""
         batch, num_reqs = step.batch, step.batch.num_reqs
         accepted_lengths(
@@ -136,6 +178,7 @@ class RoutedSpeculator(Speculator):
             batch.idx_mapping[:num_reqs],
             step.num_sampled,
             self.routes[:num_reqs],
+            carries_out,
         )
         self.copied.start()
 
@@ -143,19 +186,23 @@ class RoutedSpeculator(Speculator):
         """int64 [R] drafter of each request; from here the host knows the accepted lengths."""
         routes, computed = self.copied.wait(len(slots))  # the sync named "route copy"
         before, self.backlogs.computed[slots] = self.backlogs.computed[slots], computed
-        if step.num_scheduled == 0:
-            routes = np.full_like(routes, NO_DRAFTER)
-        elif self.kept.state is not None:
-            routes = np.where(self.kept.state.modes[slots] == NO_DRAFTS, NO_DRAFTER, routes)
-        self.observer.after_routing(slots, routes)
+        self._decided[slots] = routes
+        routes = np.where(self._get_drafts(step, slots), routes, NO_DRAFTER)
+        self.observer.after_routing(slots, routes, is_timed=self._waits)
         self.backlogs.count(slots, routes, before)
         return routes
 
-    def _draft(self, name: str, step: StepInputs, slots: Array, rows: Array) -> None:
-        """Let one drafter draft for the requests of ``rows``, from the last accepted token of each."""
-        proposer, ends = self.proposers[name], self.backlogs.computed[slots]
-        packed = self.one_row.packed(rows, slots, ends, self.backlogs.last_rows(name, slots))
-        features = self.backlogs.start(name, slots, packed.kept)
+    def _draft(self, name: str, step: StepInputs, slots: Array, rows: Array, bounds: Array | None) -> None:
+        """Let one drafter draft for the requests of ``rows``, from the last accepted token of each.
+
+        ``bounds`` are int64 [k] most accepted tokens of each; None where the host knows how many these are.
+        """
+        proposer, ends = self.proposers[name], self.backlogs.computed[slots] if bounds is None else bounds
+        if bounds is None:
+            packed = self.one_row.packed(rows, slots, ends, self.backlogs.last_rows(name, slots))
+        else:
+            packed = self.one_row.packed_within(rows, slots, self.backlogs.first_rows(name, slots), self.accepted)
+        features = self.backlogs.start(name, slots, packed.kept, is_settled=bounds is None)
         inputs = self.one_row.inputs(step, rows, ends, packed, features)
         self.block_tables.gather_block_tables(inputs.batch.idx_mapping, num_reqs_padded=len(rows))
         tokens = self.keep(name, inputs.batch, proposer.propose_step(proposer.start_rows(inputs)))
@@ -176,6 +223,8 @@ class RoutedSpeculator(Speculator):
             for name in self.settings.owners:
                 self.proposers[name].propose_step(self.step_of(name, step))
         self._is_first_dummy = False
+        if not self._waits:  # compile what only such rounds run
+            self.one_row.packed_within(rows, rows, rows, self.accepted)
         for name, proposer in self.drafting.items():
             if step.is_profile and tapped:  # the largest allocation of a round
                 proposer.fuse(joined(tapped, self.tap_indices[name]))
