@@ -189,10 +189,16 @@ class TimedRound(NamedTuple):
 
 
 class RoundTimer:
-    """Picks the rounds that say what a drafter's round costs; ``owners`` int64 [N] are those of :class:`RoundCosts`."""
+    """Picks the rounds that say what a drafter's round costs.
 
-    def __init__(self, num_slots: int, owners: Array):
-        self._owners = owners
+    Args:
+        owners: int64 [N] as of :class:`RoundCosts`.
+        is_late: whether rounds do not wait, so that the times between them may be those of rounds before: only a round
+            between two of the same drafter says something.
+    """
+
+    def __init__(self, num_slots: int, owners: Array, is_late: bool = False):
+        self._owners, self._is_late = owners, is_late
         self._num_rounds = np.zeros(num_slots, dtype=np.int64)  # of each request
         self._last: tuple[float, Array, Array, Array | None] | None = None
         self._drafter_before = -1
@@ -225,6 +231,8 @@ class RoundTimer:
         is_one = drafter >= 0 and bool((drafters == drafter).all())
         self._drafter_before = drafter if is_one else -1
         if not is_one or not is_settled or before < 0 or (routes < 0).any():
+            return None
+        if self._is_late and not (before == drafter and (routes == drafter).all()):
             return None
         switches = float(self._owners[before] != self._owners[drafter])
         if taken_in is not None:

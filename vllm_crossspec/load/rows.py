@@ -29,7 +29,7 @@ class RowCosts:
         self._all_drifts = Mean()
 
     def step(self, num_reqs: int, rows: Array) -> Array:
-        """Seconds of steps of so many rows in all; past the measured ones, as the last of these rise.
+        """Seconds of steps of so many rows in all; past the measured ones, as their upper half rises.
 
         None of fewer rows is longer than one of more.
         """
@@ -44,7 +44,8 @@ class RowCosts:
     def draft(self, num_reqs: int, width: int) -> float:
         """Seconds of drafting for a plan of ``width`` tokens of each request."""
         known = min(self._draft, key=lambda other: (abs(other - width), other))
-        return seconds_at(self._draft[known], num_reqs, extend=True)
+        at = np.array(sorted(self._draft[known]))
+        return float(_extended(np.array([num_reqs]), at, np.array([self._draft[known][n] for n in at]))[0])
 
     def saw_step(self, num_reqs: int, rows: int, width: int, seconds: float) -> None:
         """Take in the seconds of a step of so many rows, and of the drafting of ``width`` tokens after it."""
@@ -54,9 +55,7 @@ class RowCosts:
         self._all_drifts.add(off, bound=MOST_OFF)
 
     def _as_measured(self, num_reqs: int, rows: Array) -> Array:
-        at, seconds = self._line(num_reqs)
-        slope = (seconds[-1] - seconds[-2]) / (at[-1] - at[-2]) if len(at) > 1 else seconds[-1] / at[-1]
-        return np.interp(rows, at, seconds) + slope * np.maximum(rows - at[-1], 0)
+        return _extended(rows, *self._line(num_reqs))
 
     def _line(self, num_reqs: int) -> tuple[Array, Array]:
         """Measured rows, rising, and their seconds, for a number of requests.
@@ -82,6 +81,15 @@ class RowCosts:
                 rows = (width + 1) * num_reqs
                 found[rows] = min(seconds, found.get(rows, math.inf))
         return _rising(found)
+
+
+def _extended(x: Array, at: Array, seconds: Array) -> Array:
+    """Seconds at ``x``, linear between measured points; past the last they rise as from half of it up to it.
+
+    Two neighbouring points say little about how they rise: they may be apart by noise alone.
+    """
+    slope = max(seconds[-1] - np.interp(at[-1] / 2, at, seconds), 0.0) / (at[-1] / 2)
+    return np.interp(x, at, seconds) + slope * np.maximum(x - at[-1], 0)
 
 
 def _rising(seconds: Mapping[int, float]) -> tuple[Array, Array]:

@@ -34,7 +34,7 @@ class RoundObserver:
         self.num_timed = 0
         self._timer: RoundTimer | None = None
         if vllm_config.parallel_config.world_size == 1:  # ranks must route alike
-            self._timer = RoundTimer(num_slots, backlogs.owner_numbers)
+            self._timer = RoundTimer(num_slots, backlogs.owner_numbers, is_late=router.settings.is_late)
 
     def add_requests(self, slots: list[int]) -> None:
         self._begun[slots] = -1
@@ -65,9 +65,8 @@ class RoundObserver:
     def after_routing(self, slots: Array, routes: Array, is_timed: bool = True) -> None:
         """Take each request's drafter (int64 [R]), and time the previous round, which ends here.
 
-        The time between two waits is one round's drafting and the target's pass over the drafts. A round that does not
-        wait is told of when the next one begins, which is about when its pass had ended; among these, one that waits
-        is not timed.
+        The time between two waits is one round's drafting and the target's pass over the drafts. Among rounds that do
+        not wait, one that waits is not timed.
         """
         router, backlogs = self._router, self._backlogs
         if router.experience is not None and (routes == NO_DRAFTER).any():

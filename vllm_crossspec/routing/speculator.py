@@ -121,6 +121,7 @@ class RoutedSpeculator(Speculator):
             bounds = None
         else:
             bounds = self.backlogs.computed[slots] + self.backlogs.rows_of(step)[1]
+            self.observer.after_routing(slots, routes)
             self.backlogs.count(slots, routes, self.backlogs.computed[slots])
             self.backlogs.catch_up_within(slots, routes, bounds)
             self._unsettled = slots, routes
@@ -141,7 +142,6 @@ class RoutedSpeculator(Speculator):
             return
         (slots, routes), self._unsettled = self._unsettled, None
         self._decided[slots], self.backlogs.computed[slots] = self.copied.wait(len(slots), is_old=True)
-        self.observer.after_routing(slots, routes)
         self.backlogs.settle(slots, routes)
 
     def _routes_before(self, step: StepInputs, slots: Array) -> Array | None:
