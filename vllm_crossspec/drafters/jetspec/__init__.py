@@ -1,4 +1,4 @@
-"""JetSpec (Hu et al. 2026): DFlash's block with causal attention inside it, and large trees of its marginals."""
+"""JetSpec (hao-ai-lab, arXiv 2606.18394): DFlash with causal attention inside the block, and large trees."""
 
 from types import MappingProxyType
 
