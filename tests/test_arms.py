@@ -107,8 +107,8 @@ def take_turns(worker: Any) -> None:
     names = host.order
     worker.drafted = {}
 
-    def decided(states: Any, rows: Any, idx_mapping: Any, num_sampled: Any, out: Any) -> None:
-        decide(states, rows, idx_mapping, num_sampled, out)
+    def decided(states: Any, rows: Any, idx_mapping: Any, num_sampled: Any, out: Any, carries_out: bool) -> None:
+        decide(states, rows, idx_mapping, num_sampled, out, carries_out)
         for row in range(idx_mapping.shape[0]):
             if int(out[row]) >= 0:
                 out[row] = (worker.turn + row) % len(names)
