@@ -235,6 +235,13 @@ def test_costs_rise_with_rows_and_past_the_measured_ones():
     assert costs.draft(1, 3) == 0.1
 
 
+def test_two_neighbouring_steps_do_not_say_how_costs_go_on():
+    """The largest steps took alike; from half as many rows on they rose by a quarter of a second a row."""
+    costs = RowCosts({0: {1: Cost(2.0, 0.0)}, 15: {1: Cost(4.0, 1.0), 2: Cost(8.0, 3.0)}, 30: {1: Cost(8.0, 1.0)}})
+    assert costs.step(1, np.array([31, 32, 64])) == pytest.approx([8.0, 8.0, 16.0])
+    assert costs.draft(4, 15) == pytest.approx(7.0), "drafting for more requests takes longer, too"
+
+
 def test_drafts_that_the_host_does_not_know_count_as_the_others_do():
     worth = torch.zeros(3, 2)
     host = WorthOnHost(worth)

@@ -189,7 +189,7 @@ def test_kinds_refuse_each_other(kind, other, sentence, request):
 
 
 def test_a_jetspec_checkpoint_is_read(dflash, tmp_path):
-    """DFlash's facts, and vLLM is told that the block is causal; a DFlash drafter is none."""
+    """DFlash's facts, and vLLM is told that the block is causal; a DFlash drafter is refused."""
     folder = checkpoints.as_jetspec(tmp_path / "jetspec", dflash)
     found = check("jetspec", folder)
     assert found._replace(overrides={}) == check("dflash", dflash)._replace(overrides={})

@@ -330,6 +330,31 @@ def test_a_request_whose_forecasts_come_true_keeps_them_beside_one_whose_do_not(
     )
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_round_is_credited_to_the_drafter_whose_drafts_it_verified(is_late):
+    """Of two decisions the second one is not carried out yet."""
+    experience = Experience((0, 1), (2.0, 2.0), (), SLOTS, DEVICE, is_late)
+    known = (torch.tensor([[0.1, 0.1], [1.0, 1.0], [0.0, 0.0]], device=DEVICE), parts_of([1.0]))
+    previous, routes = torch.full((SLOTS,), 0, dtype=torch.int32, device=DEVICE), ints([0])
+    experience.decide(*known, ints([0]), ints([1]), previous, routes, carries_out=not is_late)
+    previous[0] = 1
+    experience.decide(*known, ints([0]), ints([6]), previous, routes, carries_out=not is_late)
+    credited = experience.known.all_requests[:, :, 0].sum(1).cpu() > 4
+    assert credited.tolist() == ([True, False] if is_late else [False, True])
+
+
+def test_rounds_that_do_not_wait_are_timed_between_two_of_the_same_drafter():
+    slots, found = np.array([0, 1]), {}
+    for is_late in (False, True):
+        timer = RoundTimer(num_slots=2, owners=np.array([0, 1]), is_late=is_late)
+        routes = [0] * 8 + [1, 0, 0, 0]
+        timed = [timer.ended(slots, np.array([one, one]), float(n)) for n, one in enumerate(routes)]
+        found[is_late] = [one.drafter for one in timed[8:] if one is not None]
+        timer.interrupt()
+        assert timer.ended(slots, np.array([0, 0]), 99.0) is None
+    assert found == {False: [0, 1, 0, 0], True: [0]}
+
+
 def test_a_new_request_starts_from_what_all_have_shown():
     experience = Experience((0, 1), (2.0, 2.0), (), SLOTS, DEVICE)
     known = (torch.tensor([[0.1, 0.1], [1.0, 1.0], [0.0, 0.0]], device=DEVICE), parts_of([1.0]))

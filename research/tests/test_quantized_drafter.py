@@ -16,7 +16,3 @@ def test_matrices_are_rounded_to_steps_of_their_scale(name, by_row):
     step = largest / 127 if name == "int8" else weight.abs() / 8 + largest / 448 / 512
     assert ((found - weight).abs() <= 0.5001 * step).all() and not torch.equal(found, weight)
     assert torch.equal(rounded(found, TYPES[name], by_row), found), "what eight bits hold"
-    if by_row:
-        assert (found - weight).abs()[0].mean() < 0.1 * (rounded(weight, TYPES[name], False) - weight).abs()[
-            0
-        ].mean() or (name == "fp8")

@@ -216,7 +216,8 @@ def test_jetspec_drafts_as_haoai(name, how):
     checkout(haoai)
     agreement = jetspec_agreement(name, how)
     # Weights that were not trained for it: little is accepted.
-    assert agreement.is_full and len(agreement.ties) <= 0.01 * agreement.rounds > 0.5, agreement
+    assert agreement.is_full and len(agreement.ties) <= 0.01 * agreement.rounds, agreement
+    assert agreement.rounds > 50, agreement
 
 
 def see_the_whole_block(model):
